@@ -1,0 +1,13 @@
+"""The one exception that users are meant to read."""
+
+
+class UserError(ValueError):
+    """Something the user gave cannot be used.
+
+    The message is one line: what was got, what was expected, what to do about it. The command line prints it and
+    exits with 2; nodes show it on the node.
+    """
+
+
+class Cancelled(Exception):
+    """Raised by a `check_cancel` callback to stop a run between two steps or two blocks."""
