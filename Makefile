@@ -1,0 +1,38 @@
+PYTHON ?= python3
+VENV ?= .venv
+TESTS ?= tests/unit
+DEMO_OUT ?= demo_out
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
+INSTALLED := $(VENV)/.installed
+
+.PHONY: help demo test lint clean
+
+help:
+	@echo "make demo   run the bundled miniature and write its pictures to $(DEMO_OUT)/"
+	@echo "make test   run the tests"
+	@echo "make lint   check the style"
+	@echo "make clean  remove $(VENV) and $(DEMO_OUT)"
+	@echo "Each sets up $(VENV) by itself; PYTHON=... chooses the interpreter (3.10 or newer)."
+
+# torch first, by its pin: what follows then finds it there and draws in no other build.
+$(INSTALLED): requirements-dev.txt
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.10 or newer is needed; choose one: make PYTHON=python3.11" if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) "$$(grep '^torch==' requirements-dev.txt)"
+	$(PIP) -r requirements-dev.txt
+	@touch $@
+
+demo: $(INSTALLED)
+	$(BIN)/python -m qwen21 demo --out $(DEMO_OUT)
+
+# Not `python -m pytest`: that puts this folder on sys.path, where nodes/ would shadow the nodes.py of ComfyUI.
+test: $(INSTALLED)
+	$(BIN)/pytest $(TESTS)
+
+lint: $(INSTALLED)
+	$(BIN)/python -m ruff check .
+
+clean:
+	rm -rf $(VENV) $(DEMO_OUT)

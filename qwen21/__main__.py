@@ -1,0 +1,7 @@
+"""`python -m qwen21`."""
+
+import sys
+
+from .cli import main
+
+sys.exit(main())

@@ -1,0 +1,46 @@
+"""Attention over segments: exact, without a mask over the whole sequence.
+
+An attention function takes q [B, H, n, D], k and v [B, H, m, D] and `mask` (boolean [n, m], True where seen) or
+`causal=True` (only with n == m), and returns [B, H, n, D]. Pass another one to use another kernel.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CAUSAL_CHUNK = 1024  # query rows per masked call: a mask of 1024 x m booleans is the largest ever built
+
+
+class AttentionFunction(Protocol):
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        """q [B, H, n, D], k and v [B, H, m, D] -> [B, H, n, D]."""
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    """PyTorch's own attention, softmax scale 1 / sqrt(D)."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+
+
+def segment_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, attend: AttentionFunction = sdpa) -> Tensor:
+    """Queries of the last segment over all keys up to that segment's own end.
+
+    q [B, H, n, D] are the last n of the m positions of k and v [B, H, m, D]. An image segment sees everything; a text
+    segment (`causal`) sees itself causally, aligned bottom-right, in chunks whose size follows from lengths alone, so
+    that the same prefix always rounds the same way.
+    """
+    n, m = q.shape[2], k.shape[2]
+    if not causal or n == 1:
+        return attend(q, k, v)
+    if n == m:
+        return attend(q, k, v, causal=True)  # the prefix's first segment: no mask at any length
+    chunks = []
+    for start in range(0, n, CAUSAL_CHUNK):
+        stop = min(start + CAUSAL_CHUNK, n)
+        seen = m - n + stop  # keys up to this chunk's end
+        mask = torch.ones(stop - start, seen, dtype=torch.bool, device=q.device).tril(diagonal=m - n + start)
+        chunks.append(attend(q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen], mask=mask))
+    return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=2)

@@ -1,0 +1,1 @@
+"""Checkpoint files: reading them lazily, saying what they are, and filling the networks from them."""

@@ -1,0 +1,229 @@
+"""safetensors files and sharded folders, read lazily and never trusted further than their header was checked."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import UserError
+
+MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
+DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
+}  # fmt: skip
+STRANGERS = {
+    b"GGUF": "a GGUF file; expected safetensors, so take the .safetensors release of this model",
+    b"PK\x03\x04": "a PyTorch pickle archive, which can run code; expected safetensors",
+    b"\x80\x02": "a Python pickle, which can run code; expected safetensors",
+    b"version https://git-lfs": "a Git LFS pointer, not the file itself; download the real file (git lfs pull)",
+    b"<!DOC": "a web page, not a model; the download went wrong, fetch the file again",
+    b"<html": "a web page, not a model; the download went wrong, fetch the file again",
+}
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies and what it is: safetensors dtype name, shape, bytes."""
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Headers of one file, or of all shards of one folder. No tensor is read until `reader()` is asked for it."""
+
+    path: Path
+    files: tuple[Path, ...]
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str] = field(default_factory=dict)
+    fingerprint: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(info.nbytes for info in self.tensors.values())
+
+    @contextmanager
+    def reader(self) -> Iterator[Reader]:
+        """Open files for reading; closed again at the end of the `with`."""
+        with ExitStack() as stack:
+            yield Reader(self, stack)
+
+
+class Reader:
+    """Reads single tensors, or rows of them, as CPU tensors that map the file."""
+
+    def __init__(self, checkpoint: Checkpoint, stack: ExitStack) -> None:
+        self._checkpoint = checkpoint
+        self._stack = stack
+        self._open: dict[Path, Any] = {}
+
+    def read(self, name: str, rows: tuple[int, int] | None = None):
+        """The tensor `name`, or its rows from `rows[0]` up to `rows[1]`, in the file's dtype."""
+        import safetensors
+
+        path = self._checkpoint.tensors[name].file
+        try:
+            if path not in self._open:
+                self._open[path] = self._stack.enter_context(safetensors.safe_open(path, framework="pt"))
+            file = self._open[path]
+            return file.get_tensor(name) if rows is None else file.get_slice(name)[rows[0] : rows[1]]
+        except (safetensors.SafetensorError, OSError) as error:
+            raise UserError(f"{path}: cannot read tensor {name!r} ({error}); download the file again") from error
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Headers of a `.safetensors` file, or of a folder with one such file or with shards and their index."""
+    path = Path(path)
+    if path.is_dir():
+        files = _folder_files(path)
+    elif path.exists():
+        files = (path,)
+    else:
+        raise UserError(f"{path}: no such file or folder; check the path")
+    tensors: dict[str, TensorInfo] = {}
+    metadata: dict[str, str] = {}
+    digest = hashlib.sha256()
+    for file in files:
+        header, raw = read_header(file)
+        digest.update(raw + struct.pack("<Q", file.stat().st_size))
+        metadata.update(header.pop("__metadata__", {}))
+        for name, entry in header.items():
+            if name in tensors:
+                raise UserError(
+                    f"{file}: tensor {name!r} is also in {tensors[name].file.name}; the shards are mixed up"
+                )
+            tensors[name] = TensorInfo(file, entry["dtype"], tuple(entry["shape"]))
+    return Checkpoint(path, files, tensors, metadata, digest.hexdigest()[:16])
+
+
+def read_header(path: Path) -> tuple[dict[str, Any], bytes]:
+    """The checked header of a safetensors file and its raw bytes.
+
+    Raises `UserError` for anything that is not a whole safetensors file, before a byte of data is touched.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as stream:
+            start = stream.read(32)
+            for magic, what in STRANGERS.items():
+                if start.startswith(magic):
+                    raise UserError(f"{path}: this is {what}")
+            if len(start) < 8:
+                raise UserError(f"{path}: the file has {size} bytes, too few for safetensors; download it again")
+            (length,) = struct.unpack("<Q", start[:8])
+            if not 2 <= length <= min(MAX_HEADER, size - 8):
+                raise UserError(f"{path}: not a safetensors file, or cut short in its header; download it again")
+            stream.seek(8)
+            raw = stream.read(length)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
+    try:
+        header = json.loads(raw, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path}: not a safetensors file, its header is not JSON ({error}); download it again"
+        ) from error
+    _check_header(path, header, size - 8 - length)
+    return header, raw
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return result
+
+
+def _check_header(path: Path, header: Any, data_bytes: int) -> None:
+    if not isinstance(header, dict):
+        raise UserError(f"{path}: not a safetensors file, its header is no table of tensors; download it again")
+    metadata = header.get("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise UserError(f"{path}: the header's __metadata__ must map names to strings; the file is damaged")
+    end = 0
+    for name, entry in header.items():
+        if name != "__metadata__":
+            end = max(end, _check_entry(path, name, entry))
+    if end == 0:
+        raise UserError(f"{path}: the file holds no tensors; download it again")
+    if end > data_bytes:
+        raise UserError(
+            f"{path}: cut short: the header promises {end} bytes of tensors, the file holds {data_bytes}; download it "
+            "again"
+        )
+
+
+def _check_entry(path: Path, name: str, entry: Any) -> int:
+    """Check one tensor's entry; returns the offset of its end."""
+    try:
+        dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
+        numbers = [*shape, start, stop]
+        sound = all(type(n) is int and 0 <= n < 2**63 for n in numbers) and len(shape) <= 8 and type(dtype) is str
+    except (TypeError, KeyError, ValueError):
+        sound = False
+    if not sound:
+        raise UserError(f"{path}: the header's entry for {name!r} is damaged; download the file again")
+    if dtype not in DTYPE_BYTES:
+        raise UserError(f"{path}: tensor {name!r} has dtype {dtype!r}, which this reader does not know")
+    expected = math.prod(shape) * DTYPE_BYTES[dtype]
+    if stop - start != expected:
+        raise UserError(
+            f"{path}: tensor {name!r} of shape {shape} takes {expected} bytes, the header gives it {stop - start}; "
+            "download the file again"
+        )
+    return stop
+
+
+def _folder_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a model component's folder: the index's shards, or its single file."""
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if indices:
+        return _shards(folder, indices[0])
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise UserError(f"{folder}: no .safetensors file in this folder; is the download complete?")
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:4])
+        raise UserError(f"{folder}: {len(files)} safetensors files ({names}) but no index; keep one, or add the index")
+    return (files[0],)
+
+
+def _shards(folder: Path, index: Path) -> tuple[Path, ...]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise UserError(f"{index}: no weight_map of tensor names to file names; download it again")
+    shards = []
+    for name in sorted(set(weight_map.values())):
+        if name != Path(name).name or name in (".", ".."):
+            raise UserError(f"{index}: shard {name!r} lies outside the model's folder, which is not allowed")
+        if not (folder / name).is_file():
+            raise UserError(f"{folder}: shard {name} is missing ({len(set(weight_map.values()))} in all); download it")
+        shards.append(folder / name)
+    return tuple(shards)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; `UserError` where it is missing or something else."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file; is the model folder complete?") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not readable as JSON ({error}); download it again") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object, got {type(value).__name__}; download it again")
+    return value

@@ -1,0 +1,250 @@
+"""The diffusion transformer: `prefill` for text and references at t = 0, `denoise` for the target at every step.
+
+No prefix state depends on sigma or on the target, so the two never run together. Parameter names are those of the
+released diffusers checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .attention import AttentionFunction, sdpa, segment_attention
+from .config import DiTConfig
+from .errors import UserError
+from .prefix import Prefix
+from .rope import rotate, rotation
+from .sequence import PrefixLayout, Segment, TextSegment, prefix_layout
+
+TIME_FREQUENCIES = 128
+FP16_MAX = 65504
+
+
+@dataclass(frozen=True)
+class Modulation:
+    """Scales and gates shared by all blocks at one noise level, each [width]; 1 and tanh already applied."""
+
+    scale1: Tensor
+    gate1: Tensor
+    scale2: Tensor
+    gate2: Tensor
+
+
+class ZeroCentredRMSNorm(nn.Module):
+    """RMS norm in fp32 whose stored weight is the scale minus one. The only raw parameter, so it is cast at use."""
+
+    def __init__(self, width: int, eps: float, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width, dtype=dtype, device=device))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight.to(x.device, torch.float32) + 1
+        return F.rms_norm(x.float(), scale.shape, scale, self.eps).to(x.dtype)
+
+
+class TextProjection(nn.Module):
+    def __init__(self, config: DiTConfig, operations: ModuleType, **kw) -> None:
+        super().__init__()
+        self.text_norm = ZeroCentredRMSNorm(config.text_width, config.eps, **kw)
+        self.in_layer = operations.Linear(config.text_width, config.width, bias=False, **kw)
+        self.out_layer = operations.Linear(config.width, config.width, bias=False, **kw)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.out_layer(F.gelu(self.in_layer(self.text_norm(states)), approximate="tanh"))
+
+
+class TimestepEmbedder(nn.Module):
+    def __init__(self, width: int, operations: ModuleType, **kw) -> None:
+        super().__init__()
+        self.linear_1 = operations.Linear(2 * TIME_FREQUENCIES, width, bias=False, **kw)
+        self.linear_2 = operations.Linear(width, width, bias=False, **kw)
+
+    def forward(self, sigma: Tensor, dtype: torch.dtype) -> Tensor:
+        """sigma [] -> embedding [1, width].
+
+        The rounding of t to the compute dtype and back is the released pipeline's, operation by operation: one ulp of
+        sigma moves latents by 1e-4.
+        """
+        t = ((sigma.float() * 1000).to(dtype) / 1000).float()
+        steps = torch.arange(TIME_FREQUENCIES, dtype=torch.float32, device=sigma.device)
+        frequencies = torch.exp(-math.log(10000) * steps / TIME_FREQUENCIES)
+        angles = (1000.0 * t) * frequencies
+        waves = torch.cat([angles.cos(), angles.sin()])[None].to(dtype)
+        return self.linear_2(F.silu(self.linear_1(waves)))
+
+
+class Attention(nn.Module):
+    def __init__(self, config: DiTConfig, operations: ModuleType, **kw) -> None:
+        super().__init__()
+        width = config.width
+        self.head_dim = config.head_dim
+        self.to_q = operations.Linear(width, width, bias=False, **kw)
+        self.to_k = operations.Linear(width, width, bias=False, **kw)
+        self.to_v = operations.Linear(width, width, bias=False, **kw)
+        self.to_out = nn.ModuleList([operations.Linear(width, width, bias=False, **kw)])
+        self.norm_q = operations.RMSNorm(config.head_dim, eps=config.eps, **kw)
+        self.norm_k = operations.RMSNorm(config.head_dim, eps=config.eps, **kw)
+
+    def project(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, S, width] -> rotated q, rotated k and v, each [B, H, S, D]."""
+        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.to_q, self.to_k, self.to_v))
+        q, k = rotate(self.norm_q(q), turn), rotate(self.norm_k(k), turn)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def output(self, attended: Tensor) -> Tensor:
+        """[B, H, S, D] -> [B, S, width]."""
+        return self.to_out[0](attended.transpose(1, 2).flatten(2))
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, config: DiTConfig, operations: ModuleType, **kw) -> None:
+        super().__init__()
+        self.gate_layer = operations.Linear(config.width, config.mlp_width, bias=False, **kw)
+        self.proj = operations.Linear(config.width, config.mlp_width, bias=False, **kw)
+        self.out = operations.Linear(config.mlp_width, config.width, bias=False, **kw)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(F.silu(self.gate_layer(x)) * self.proj(x))
+
+
+class Block(nn.Module):
+    """One transformer block, cut at its attention so that prefill and denoise put their own keys in between."""
+
+    def __init__(self, config: DiTConfig, operations: ModuleType, **kw) -> None:
+        super().__init__()
+        self.eps = config.eps
+        self.attn = Attention(config, operations, **kw)
+        self.img_mlp = GatedMLP(config, operations, **kw)
+
+    def project(self, x: Tensor, modulation: Modulation, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x [B, S, width] -> q, k, v [B, H, S, D]."""
+        return self.attn.project(F.layer_norm(x, x.shape[-1:], modulation.scale1, eps=self.eps), turn)
+
+    def finish(self, x: Tensor, attended: Tensor, modulation: Modulation) -> Tensor:
+        """x and what its tokens attended to [B, H, S, D] -> the block's output [B, S, width]."""
+        x = torch.addcmul(x, modulation.gate1, self.attn.output(attended))
+        hidden = self.img_mlp(F.layer_norm(x, x.shape[-1:], modulation.scale2, eps=self.eps))
+        x = torch.addcmul(x, modulation.gate2, hidden)
+        return x.clip(-FP16_MAX, FP16_MAX) if x.dtype == torch.float16 else x
+
+
+class DiT(nn.Module):
+    """Qwen-Image 2.1's transformer. Computes in the dtype of its inputs.
+
+    `operations` is the namespace the layers come from (`Linear`, `RMSNorm`); `attend` the attention function.
+    """
+
+    def __init__(
+        self,
+        config: DiTConfig = DiTConfig(),
+        *,
+        operations: ModuleType = nn,
+        attend: AttentionFunction = sdpa,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        kw = {"dtype": dtype, "device": device}
+        self.config = config
+        self.attend = attend
+        self.img_in = operations.Linear(config.in_channels, config.width, bias=False, **kw)
+        self.txt_in = TextProjection(config, operations, **kw)
+        self.time_text_embed = nn.ModuleDict({"timestep_embedder": TimestepEmbedder(config.width, operations, **kw)})
+        self.modulation = nn.Sequential(nn.SiLU(), operations.Linear(config.width, 4 * config.width, bias=False, **kw))
+        self.transformer_blocks = nn.ModuleList([Block(config, operations, **kw) for _ in range(config.layers)])
+        self.norm_out = nn.ModuleDict({"linear": operations.Linear(config.width, config.width, bias=False, **kw)})
+        self.proj_out = operations.Linear(config.width, config.out_channels, bias=False, **kw)
+
+    def prefill(
+        self,
+        text: Tensor,
+        references: Sequence[Tensor] = (),
+        slots: Sequence[int] = (),
+        *,
+        storage: torch.device | str | None = None,
+        check_cancel: Callable[[], None] = lambda: None,
+    ) -> Prefix:
+        """K and V of a prefix at t = 0, kept on the device `storage` (default: where the text states are).
+
+        text [T, text_width] are the encoder's states, references [C, h, w] normalised latents, slots the number of
+        text tokens before each. Segments run one after another, every layer of one before the next: segment i never
+        depends on what follows it. Raises `UserError` where widths, channels or slots do not agree.
+        """
+        self._check_inputs(text, references)
+        layout = prefix_layout(text.shape[0], slots, [tuple(r.shape[-2:]) for r in references])
+        prefix = self._empty_prefix(layout, text.dtype, storage or text.device)
+        _, modulation = self._modulate(torch.zeros((), device=text.device), text.dtype)
+        for segment in layout.segments:
+            self._prefill_segment(prefix, segment, text, references, modulation, check_cancel)
+        return prefix
+
+    def denoise(self, target: Tensor, sigma: Tensor | float, prefix: Prefix) -> Tensor:
+        """Velocity [B, C, h, w] of target [B, C, h, w] (normalised latents) at noise level sigma, given its prefix."""
+        grid = target.shape[-2:]
+        segment = prefix.layout.target(tuple(grid))
+        turn = self._rotation(segment, target.device)
+        sigma = torch.as_tensor(sigma, dtype=torch.float32, device=target.device)
+        embedding, modulation = self._modulate(sigma, target.dtype)
+        x = self.img_in(target.flatten(2).transpose(1, 2))  # [B, N, width]
+        for layer, block in enumerate(self.transformer_blocks):
+            q, k, v = block.project(x, modulation, turn)
+            x = block.finish(x, self.attend(q, *prefix.joined(layer, k, v)), modulation)
+        scale = 1 + self.norm_out["linear"](F.silu(embedding))[0]
+        velocity = self.proj_out(F.layer_norm(x, x.shape[-1:], scale, eps=self.config.eps))
+        return velocity.transpose(1, 2).unflatten(2, grid)
+
+    def _prefill_segment(
+        self,
+        prefix: Prefix,
+        segment: Segment,
+        text: Tensor,
+        references: Sequence[Tensor],
+        modulation: Modulation,
+        check_cancel: Callable[[], None],
+    ) -> None:
+        causal = isinstance(segment, TextSegment)
+        if causal:
+            x = self.txt_in(text[None, segment.first : segment.first + segment.length])
+        else:
+            x = self.img_in(references[segment.index].to(text).flatten(1).T[None])
+        turn = self._rotation(segment, text.device)
+        last = len(self.transformer_blocks) - 1
+        for layer, block in enumerate(self.transformer_blocks):
+            check_cancel()
+            q, k, v = block.project(x, modulation, turn)
+            k, v = prefix.extend(layer, segment.offset, k, v)
+            if layer < last:  # nothing reads the last block's output: a prefix is its keys and values alone
+                x = block.finish(x, segment_attention(q, k, v, causal=causal, attend=self.attend), modulation)
+
+    def _rotation(self, segment: Segment, device: torch.device) -> Tensor:
+        return rotation(segment, self.config.rope_axes, self.config.rope_base, device)
+
+    def _modulate(self, sigma: Tensor, dtype: torch.dtype) -> tuple[Tensor, Modulation]:
+        """Time embedding [1, width] and the shared modulation at sigma []."""
+        embedding = self.time_text_embed["timestep_embedder"](sigma, dtype)
+        scale1, gate1, scale2, gate2 = self.modulation(embedding)[0].chunk(4)
+        return embedding, Modulation(1 + scale1, gate1.tanh(), 1 + scale2, gate2.tanh())
+
+    def _empty_prefix(self, layout: PrefixLayout, dtype: torch.dtype, device: torch.device | str) -> Prefix:
+        c = self.config
+        return Prefix(layout, layers=c.layers, heads=c.heads, head_dim=c.head_dim, dtype=dtype, device=device)
+
+    def _check_inputs(self, text: Tensor, references: Sequence[Tensor]) -> None:
+        if text.ndim != 2 or text.shape[1] != self.config.text_width:
+            raise UserError(
+                f"the text states have shape {list(text.shape)}, this transformer reads [tokens, "
+                f"{self.config.text_width}]; use the encoder that belongs to it (Qwen3-VL-8B for the released model)"
+            )
+        for i, reference in enumerate(references, 1):
+            if reference.ndim != 3 or reference.shape[0] != self.config.in_channels:
+                raise UserError(
+                    f"reference {i} has latent shape {list(reference.shape)}, expected "
+                    f"[{self.config.in_channels}, height, width]; encode it with the Qwen-Image 2.1 VAE"
+                )

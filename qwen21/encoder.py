@@ -1,0 +1,311 @@
+"""The text encoder: transformers' own Qwen3-VL layers, run by loops of ours.
+
+The layers (attention, MLPs, mergers) are transformers'. The two outer loops are not, because transformers' versions of
+them read `.weight.dtype` and `.weight.device` of layers that a host may keep elsewhere, keep rope tables in buffers
+that a cast would round, take the temporal positions of a picture for packed sequences (4.57), and differ between 4.57
+and 5.x. So this module holds nothing but layers of the injected namespace: no buffers, no raw parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .config import LATENT_PIXELS, EncoderConfig
+from .errors import UserError
+from .prompt import TEMPORAL_PATCH, VISION_MERGE, Reference, Tokenizer, TokenLayout, layout_tokens, vision_patches
+
+MAX_TOKENS = 262144  # positions that Qwen3-VL was made for; source: `max_position_embeddings` of the released config
+VISION_ROPE_BASE = 10000.0
+# In checkpoints, but unused: states are taken before the final norm.
+UNUSED_WEIGHTS = ("language_model.norm.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True, eq=False)
+class VisionFeatures:
+    """What the vision tower makes of one reference: embeddings [n, width], and one addend [n, width] for each of the
+    first language layers; n vision tokens."""
+
+    embeds: Tensor
+    deepstack: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class TextStates:
+    """A prompt as the transformer reads it.
+
+    states: [T, width], last decoder layer before the final norm, without the system turn and the image_pad positions
+    (with `keep_image_pads`, with the latter). image_slots: for each reference the number of states before it.
+    layout: all input tokens. digests: names of the references' pixels. The last two tell what made the states.
+    """
+
+    states: Tensor
+    image_slots: tuple[int, ...]
+    layout: TokenLayout
+    digests: tuple[str, ...] = ()
+
+
+class TextEncoder(nn.Module):
+    """Qwen3-VL without its head. Tensor names as in `Qwen3VLModel`, `UNUSED_WEIGHTS` absent.
+
+    `dtype` is that of the weights, `compute_dtype` (default: the same, else float32) that of activations. Layers may
+    lie on any device, if those of `operations` move their weights to their input; inputs say where to compute.
+    """
+
+    def __init__(
+        self,
+        config: EncoderConfig = EncoderConfig(),
+        *,
+        operations: Any = nn,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        _check_patches(config)
+        self.config = config
+        self.compute_dtype = compute_dtype or dtype or torch.float32
+        skeleton = _meta_skeleton(config)
+        # Plain modules: a `PreTrainedModel` has properties that a host cannot set.
+        self.language_model = _plain(skeleton.language_model, "embed_tokens", "layers")
+        self.visual = _plain(skeleton.visual, "patch_embed", "pos_embed", "blocks", "merger", "deepstack_merger_list")
+        _inject(self, operations, dtype=dtype, device=device)
+        self.eval()
+
+    def encode_vision(
+        self, patches: Tensor, grid: tuple[int, int, int], *, check_cancel: Callable[[], None] | None = None
+    ) -> VisionFeatures:
+        """Features of one picture, from `vision_patches`. Computes where `patches` lie."""
+        visual, config = self.visual, self.config.vision
+        _, rows, columns = grid
+        row, column = (axis.to(patches.device) for axis in _patch_axes(rows, columns))
+        frames = patches.to(self.compute_dtype).view(-1, 3, config.temporal_patch, config.patch, config.patch)
+        hidden = visual.patch_embed.proj(frames).view(-1, config.width)  # [patches, width]
+        hidden = hidden + self._position_embeds(row, column, rows, columns)
+        rope = _vision_rope(row, column, config.width // config.heads)
+        lengths = torch.tensor([0, rows * columns], dtype=torch.int32)  # read on the host: one picture, one segment
+        deepstack = []
+        for i, block in enumerate(visual.blocks):
+            if check_cancel:
+                check_cancel()
+            hidden = block(hidden, cu_seqlens=lengths, position_embeddings=rope)
+            if i in config.deepstack:
+                deepstack.append(visual.deepstack_merger_list[config.deepstack.index(i)](hidden))
+        return VisionFeatures(visual.merger(hidden), tuple(deepstack))
+
+    def _position_embeds(self, row: Tensor, column: Tensor, rows: int, columns: int) -> Tensor:
+        """The learned square grid of position embeddings, stretched bilinearly to rows x columns: [patches, width]."""
+        side = int(self.config.vision.positions**0.5)
+        (top, bottom), row_weights = _two_taps(row, rows, side)
+        (left, right), column_weights = _two_taps(column, columns, side)
+        taps = torch.stack([top * side + left, top * side + right, bottom * side + left, bottom * side + right], dim=1)
+        weights = (row_weights[:, :, None] * column_weights[:, None, :]).flatten(1)  # [patches, 4]
+        return (self.visual.pos_embed(taps).float() * weights[:, :, None]).sum(1).to(self.compute_dtype)
+
+    def forward(
+        self,
+        layout: TokenLayout,
+        features: Sequence[VisionFeatures] = (),
+        *,
+        device: torch.device | str = "cpu",
+        check_cancel: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """States [S, width] of all S tokens, before the final norm, computed on `device`."""
+        ids = torch.tensor([layout.ids], device=device)
+        hidden = self.language_model.embed_tokens(ids).to(self.compute_dtype)  # [1, S, width]
+        for span, picture in zip(layout.images, features, strict=True):
+            hidden[0, span.start : span.stop] = picture.embeds.to(hidden)
+        text = self.config.text
+        rope = _text_rope(layout.positions().to(device), text.rope_base, text.head_dim, text.mrope_sections)
+        cos, sin = (part.to(hidden.dtype) for part in rope)
+        for i, layer in enumerate(self.language_model.layers):
+            if check_cancel:
+                check_cancel()
+            # Without a mask, transformers' sdpa is causal.
+            hidden = layer(hidden, position_embeddings=(cos, sin), attention_mask=None)
+            for span, picture in zip(layout.images, features, strict=True):
+                if i < len(picture.deepstack):
+                    hidden[0, span.start : span.stop] += picture.deepstack[i].to(hidden)
+        return hidden[0]
+
+    @torch.no_grad()
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        prompt: str,
+        references: Sequence[Reference] = (),
+        *,
+        device: torch.device | str = "cpu",
+        keep_image_pads: bool = False,
+        features: MutableMapping[str, VisionFeatures] | None = None,
+        check_cancel: Callable[[], None] | None = None,
+    ) -> TextStates:
+        """Text states of a prompt behind its references, computed on `device`, in the compute dtype.
+
+        `features` is read and filled, by the references' digests: pass the same dictionary for the negative prompt and
+        no picture is looked at twice. `UserError` if the prompt is too long or the tokenizer another model's.
+        """
+        sizes = [(1, reference.height, reference.width) for reference in references]
+        layout = layout_tokens(prompt, tokenizer, sizes)
+        self._check_tokens(layout)
+        features = {} if features is None else features
+        for reference in references:
+            if reference.digest not in features:
+                patches, grid = vision_patches(reference.over_white)
+                features[reference.digest] = self.encode_vision(patches.to(device), grid, check_cancel=check_cancel)
+        pictures = [features[reference.digest] for reference in references]
+        states = self(layout, pictures, device=device, check_cancel=check_cancel)
+        digests = tuple(reference.digest for reference in references)
+        if keep_image_pads:
+            slots = tuple(span.start - layout.drop for span in layout.images)
+            return TextStates(states[layout.drop :], slots, layout, digests)
+        kept = torch.tensor(layout.kept, device=states.device)
+        return TextStates(states[kept], layout.image_slots, layout, digests)
+
+    def _check_tokens(self, layout: TokenLayout) -> None:
+        if len(layout.ids) > MAX_TOKENS:
+            raise UserError(
+                f"the prompt and its references make {len(layout.ids)} tokens, the text encoder takes at most "
+                f"{MAX_TOKENS}; shorten the prompt"
+            )
+        if max(layout.ids) >= self.config.text.vocabulary:
+            raise UserError(
+                f"the tokenizer gives token {max(layout.ids)}, but the text encoder knows only "
+                f"{self.config.text.vocabulary}; they belong to different models"
+            )
+
+
+def _check_patches(config: EncoderConfig) -> None:
+    vision = config.vision
+    got = (vision.patch, vision.temporal_patch, vision.merge)
+    if got != (LATENT_PIXELS, TEMPORAL_PATCH, VISION_MERGE):
+        raise UserError(
+            f"the encoder's vision patch, frames and merge are {got}, expected "
+            f"{(LATENT_PIXELS, TEMPORAL_PATCH, VISION_MERGE)} (Qwen3-VL); is this another model?"
+        )
+
+
+# --- building ------------------------------------------------------------------------------------------------------
+
+
+def _meta_skeleton(config: EncoderConfig) -> nn.Module:
+    """transformers' Qwen3VLModel of these sizes, without storage."""
+    try:
+        from transformers import Qwen3VLConfig, Qwen3VLModel
+    except ImportError as error:
+        raise UserError(
+            f"the text encoder needs the package transformers, 4.57 or newer ({error}); update it"
+        ) from error
+    text, vision = config.text, config.vision
+    text_config = {
+        "hidden_size": text.width,
+        "intermediate_size": text.mlp_width,
+        "num_hidden_layers": text.layers,
+        "num_attention_heads": text.heads,
+        "num_key_value_heads": text.kv_heads,
+        "head_dim": text.head_dim,
+        "vocab_size": text.vocabulary,
+        "rms_norm_eps": text.eps,
+        # Rope is ours; 4.57 cannot be built without this entry, 5.x reads it too.
+        "rope_scaling": {"rope_type": "default", "mrope_section": list(text.mrope_sections)},
+    }
+    vision_config = {
+        "depth": vision.layers,
+        "hidden_size": vision.width,
+        "intermediate_size": vision.mlp_width,
+        "num_heads": vision.heads,
+        "patch_size": vision.patch,
+        "temporal_patch_size": vision.temporal_patch,
+        "spatial_merge_size": vision.merge,
+        "num_position_embeddings": vision.positions,
+        "deepstack_visual_indexes": list(vision.deepstack),
+        "out_hidden_size": vision.out_width,
+    }
+    with torch.device("meta"):
+        return Qwen3VLModel(
+            Qwen3VLConfig(text_config=text_config, vision_config=vision_config, attn_implementation="sdpa")
+        )
+
+
+def _plain(model: nn.Module, *names: str) -> nn.Module:
+    """A bare module with these children of a model."""
+    plain = nn.Module()
+    for name in names:
+        plain.add_module(name, getattr(model, name))
+    return plain
+
+
+def _inject(module: nn.Module, operations: Any, **where: Any) -> None:
+    """Replaces every holder of parameters below `module` by the same layer of `operations`."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.Linear):
+            new = operations.Linear(child.in_features, child.out_features, bias=child.bias is not None, **where)
+        elif isinstance(child, nn.Embedding):
+            new = operations.Embedding(child.num_embeddings, child.embedding_dim, **where)
+        elif isinstance(child, nn.LayerNorm):
+            new = operations.LayerNorm(child.normalized_shape, eps=child.eps, **where)
+        elif isinstance(child, nn.Conv3d):
+            new = operations.Conv3d(
+                child.in_channels, child.out_channels, child.kernel_size, stride=child.stride, **where
+            )
+        elif type(child).__name__.endswith("RMSNorm"):
+            new = operations.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon, **where)
+        else:
+            if next(child.parameters(recurse=False), None) is not None:
+                raise TypeError(f"{type(child).__name__} holds parameters, and no layer is known to replace it")
+            _inject(child, operations, **where)
+            continue
+        setattr(module, name, new)
+
+
+# --- positions -----------------------------------------------------------------------------------------------------
+
+
+def _patch_axes(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Row and column of every patch, in the order of `vision_patches`."""
+    blocks = (rows // VISION_MERGE, VISION_MERGE, columns // VISION_MERGE, VISION_MERGE)
+    row = torch.arange(rows)[:, None].expand(rows, columns)
+    column = torch.arange(columns).expand(rows, columns)
+    return tuple(axis.reshape(blocks).transpose(1, 2).flatten() for axis in (row, column))
+
+
+def _two_taps(index: Tensor, length: int, side: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Neighbours on an axis of `side` for positions on one of `length` (corners aligned), and their weights [n, 2]."""
+    at = index.float() * (side - 1) / max(length - 1, 1)
+    low = at.floor()
+    weight = at - low
+    low = low.long()
+    return (low, (low + 1).clamp(max=side - 1)), torch.stack([1 - weight, weight], dim=1)
+
+
+def _frequencies(base: float, dim: int, device: torch.device) -> Tensor:
+    # On the CPU, so that every device uses the same values.
+    return (1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))).to(device)
+
+
+def _vision_rope(row: Tensor, column: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [patches, head_dim], fp32: the first half of the angles turns with the row, the second with
+    the column."""
+    frequencies = _frequencies(VISION_ROPE_BASE, head_dim // 2, row.device)
+    angles = torch.cat([axis.float()[:, None] * frequencies for axis in (row, column)], dim=-1)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def _text_rope(positions: Tensor, base: float, head_dim: int, sections: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [1, S, head_dim], fp32, of M-RoPE positions [3, S].
+
+    Interleaved: frequency 3k turns with time, 3k + 1 with the row, 3k + 2 with the column, as far as the sections
+    reach; the rest turns with time.
+    """
+    frequencies = _frequencies(base, head_dim, positions.device)
+    axis = torch.zeros(len(frequencies), dtype=torch.int64, device=positions.device)
+    for i in (1, 2):
+        axis[i : 3 * sections[i] : 3] = i
+    angles = positions.float()[axis].T * frequencies  # [S, head_dim / 2]
+    angles = torch.cat([angles, angles], dim=-1)[None]
+    return angles.cos(), angles.sin()

@@ -1,0 +1,97 @@
+"""What a rerun must pin, as JSON that travels in the picture. No absolute paths."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from typing import TYPE_CHECKING, Any
+
+from . import __version__
+from .sequence import ImageSegment
+
+if TYPE_CHECKING:
+    from .checkpoint.load import Component
+    from .encoder import TextStates
+    from .pipeline import Pipeline, Plan
+    from .prefix import Prefix
+
+LIBRARIES = ("torch", "transformers", "safetensors", "pillow", "numpy")
+
+
+def library_versions() -> dict[str, str]:
+    """Versions of the installed libraries a picture depends on."""
+    versions = {"qwen21": __version__}
+    for name in LIBRARIES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def build_manifest(
+    pipeline: Pipeline, plan: Plan, texts: list[TextStates], prefixes: list[Prefix], seconds: float
+) -> dict[str, Any]:
+    """The manifest of a finished run."""
+    request = plan.request
+    return {
+        "model": {
+            "dit": _component(pipeline.files.dit),
+            "encoder": _component(pipeline.files.encoder),
+            "vae": _component(pipeline.files.vae),
+        },
+        "prompt": request.prompts if isinstance(request.prompts, str) else list(request.prompts),
+        "negative": request.negative if plan.guided else None,
+        "size": list(plan.size),
+        "batch": len(texts),
+        "seed": request.seed,
+        "noise": _noise(plan),
+        "sampler": "euler",
+        "schedule": {"kind": plan.schedule.kind, "sigmas": [round(s, 7) for s in plan.schedule.sigmas.tolist()]},
+        "cfg": _compact(plan.cfg),
+        "denoise": request.denoise,
+        "init_image": request.init_image is not None,
+        "mask": request.mask is not None,
+        "references": _references(plan, texts[0], prefixes[0]),
+        "dtype": str(pipeline.dtype).removeprefix("torch."),
+        "device": pipeline.device.type,
+        "attention": "sdpa",
+        "prefix": {
+            "cache": request.prefix_cache,
+            "codec": "native",
+            "tokens": [prefix.length for prefix in dict.fromkeys(prefixes)],
+            "bytes": sum(prefix.nbytes for prefix in dict.fromkeys(prefixes)),
+        },
+        "loras": [],
+        "versions": library_versions(),
+        "warnings": list(plan.warnings),
+        "seconds": round(seconds, 2),
+    }
+
+
+def _component(part: Component) -> dict[str, str]:
+    checkpoint, identity = part.checkpoint, part.identity
+    return {"file": checkpoint.path.name, "fingerprint": checkpoint.fingerprint, "weights": identity.quantization}
+
+
+def _noise(plan: Plan) -> dict[str, Any]:
+    if not plan.references:
+        return {"mode": "released", "seed": plan.noise_seed}
+    return {"mode": plan.request.edit_noise, "seed": plan.noise_seed}
+
+
+def _references(plan: Plan, text: TextStates, prefix: Prefix) -> list[dict[str, Any]]:
+    segments = [s for s in prefix.layout.segments if isinstance(s, ImageSegment)]
+    return [
+        {
+            "original": list(reference.original),
+            "resized": list(reference.image.size),
+            "tokens": segment.length,
+            "slot": slot,
+        }
+        for reference, segment, slot in zip(plan.references, segments, text.image_slots, strict=True)
+    ]
+
+
+def _compact(values: tuple[float, ...]) -> float | list[float]:
+    """One number where all steps have the same."""
+    return values[0] if len(set(values)) == 1 else list(values)

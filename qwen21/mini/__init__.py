@@ -1,0 +1,1 @@
+"""The bundled miniature: what the demo runs without any download."""

@@ -1,0 +1,114 @@
+"""What to paint, and everything about it that can be decided or refused before a weight is loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from PIL import Image
+
+from .checkpoint.load import ModelFiles
+from .config import LATENT_PIXELS
+from .errors import UserError
+from .prompt import Reference, canvas_size, prepare_references
+from .sampler import GuidanceRange, guidance, guides, noise_seed
+from .schedule import Schedule, custom_sigmas, make_schedule
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to paint. Sizes in pixels; `size` overrides `canvas`, `sigmas` overrides `schedule`.
+
+    `prompts` is one prompt, or one per picture of the batch; unequal prompts each give their solo result.
+    """
+
+    prompts: str | tuple[str, ...]
+    negative: str | None = None
+    references: tuple[Image.Image, ...] = ()
+    cfg: float = 1.0
+    cfg_ranges: tuple[GuidanceRange, ...] = ()
+    steps: int | None = None
+    schedule: str = "auto"
+    sigmas: tuple[float, ...] | None = None
+    seed: int = 0
+    size: tuple[int, int] | None = None
+    resolution: int = 1024
+    canvas: str = "last"
+    batch: int = 1
+    edit_noise: str = "decorrelated"
+    init_image: Image.Image | None = None
+    mask: Image.Image | None = None
+    denoise: float = 1.0
+    prefix_cache: bool = True
+
+    @property
+    def prompt_list(self) -> list[str]:
+        return [self.prompts] * self.batch if isinstance(self.prompts, str) else list(self.prompts)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A request with everything decided that needs no weights."""
+
+    request: Request
+    references: tuple[Reference, ...]
+    size: tuple[int, int]  # (width, height) in pixels
+    schedule: Schedule
+    cfg: tuple[float, ...]  # a value per step
+    noise_seed: int
+    warnings: tuple[str, ...]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(height, width) of the target in latent cells."""
+        return self.size[1] // LATENT_PIXELS, self.size[0] // LATENT_PIXELS
+
+    @property
+    def guided(self) -> bool:
+        return self.request.negative is not None and any(guides(value) for value in self.cfg)
+
+
+def make_plan(request: Request, files: ModelFiles) -> Plan:
+    """Check a request and decide sizes, schedule, guidance and noise. Loads nothing."""
+    warnings: list[str] = []
+    _check_request(request)
+    references = tuple(prepare_references(request.references, request.resolution))
+    size = _canvas(request, warnings)
+    schedule = _schedule(request, files, size[0] * size[1] // LATENT_PIXELS**2)
+    warnings += schedule.warnings
+    cfg = guidance(schedule.steps, request.cfg, request.cfg_ranges)
+    if any(guides(value) for value in cfg) and request.negative is None:
+        warnings.append("CFG above 1 is without effect: there is no negative prompt (give --negative, '' will do)")
+    if request.negative is not None and not any(guides(value) for value in cfg):
+        warnings.append("the negative prompt is unused: it needs a CFG above 1")
+    seed = noise_seed(request.seed, len(references), request.edit_noise)
+    return Plan(request, references, size, schedule, tuple(cfg), seed, tuple(warnings))
+
+
+def _check_request(request: Request) -> None:
+    if request.batch < 1:
+        raise UserError(f"batch is {request.batch}, expected at least 1")
+    if not 0 <= request.seed < 2**64:
+        raise UserError(f"seed is {request.seed}, expected 0 to {2**64 - 1}")
+    if request.mask is not None and request.init_image is None:
+        raise UserError("a mask says which part of a picture may change; give that picture with --init-image")
+    if request.denoise != 1 and request.init_image is None:
+        raise UserError(f"denoise {request.denoise:g} keeps part of a picture; give that picture with --init-image")
+    if request.sigmas is not None and (request.steps is not None or request.denoise != 1):
+        raise UserError("a grid of sigmas already says steps and denoise; leave --steps and --denoise out")
+
+
+def _canvas(request: Request, warnings: list[str]) -> tuple[int, int]:
+    sizes = [image.size for image in request.references]
+    canvas = canvas_size(sizes, request.size or request.canvas, request.resolution)
+    if canvas.warning:
+        warnings.append(canvas.warning)
+    return canvas.width, canvas.height
+
+
+def _schedule(request: Request, files: ModelFiles, tokens: int) -> Schedule:
+    if request.sigmas is not None:
+        return Schedule(custom_sigmas(request.sigmas), "custom")
+    kind = request.schedule
+    if kind == "auto":
+        kind = "turbo" if files.turbo else "base"
+    return make_schedule(kind, tokens, steps=request.steps, denoise=request.denoise, config=files.schedule)

@@ -1,0 +1,100 @@
+"""Sigma grids: the base schedule shifted by size, Turbo's fixed one, a grid given by hand, and parts of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .config import ScheduleConfig
+from .errors import UserError
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Sigmas [steps + 1] as fp32, falling; `kind` is base, turbo or custom; `warnings` say what was not as asked."""
+
+    sigmas: Tensor
+    kind: str
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        return len(self.sigmas) - 1
+
+
+def base_sigmas(steps: int, tokens: int, config: ScheduleConfig = ScheduleConfig()) -> Tensor:
+    """Sigmas [steps + 1] for a target of `tokens` latent tokens, bit-equal to diffusers' scheduler.
+
+    Exponential time shift by size, then stretched so that the last sigma before 0 is the terminal one. The order of
+    float32 operations matters. One step is [1, 0], where diffusers divides by zero.
+    """
+    if steps < 1:
+        raise UserError(f"steps is {steps}, expected at least 1; the base model is made for {config.steps}")
+    if steps == 1:
+        return torch.tensor([1.0, 0.0])
+    s = np.linspace(1.0, 1 / steps, steps).astype(np.float32)
+    e = math.exp(shift(tokens, config))
+    s = e / (e + (1 / s - 1))
+    one_minus = 1 - s
+    s = 1 - one_minus / (one_minus[-1] / (1 - config.shift_terminal))
+    return torch.cat([torch.from_numpy(s.astype(np.float32)), torch.zeros(1)])
+
+
+def shift(tokens: int, config: ScheduleConfig = ScheduleConfig()) -> float:
+    """mu of the exponential time shift: linear in the number of target tokens."""
+    slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
+    return tokens * slope + (config.base_shift - slope * config.base_image_seq_len)
+
+
+def turbo_sigmas(config: ScheduleConfig = ScheduleConfig()) -> Tensor:
+    """Turbo's fixed sigmas and the final 0, the same at every size."""
+    return torch.tensor([*config.turbo_sigmas, 0.0], dtype=torch.float32)
+
+
+def custom_sigmas(values: Sequence[float]) -> Tensor:
+    """A grid given by hand: strictly falling within [0, 1], its end 0 or not."""
+    shown = ", ".join(f"{value:g}" for value in values)
+    if len(values) < 2:
+        raise UserError(f"got {len(values)} sigmas ({shown}), expected at least two, such as 1,0.5,0")
+    if not all(0 <= value <= 1 for value in values):  # false for NaN as well
+        raise UserError(f"sigmas {shown} must lie within 0 and 1; 1 is pure noise, 0 the finished picture")
+    sigmas = torch.tensor(values, dtype=torch.float32)
+    if not bool((sigmas[1:] < sigmas[:-1]).all()):
+        raise UserError(f"sigmas {shown} must strictly fall, each smaller than the one before")
+    return sigmas
+
+
+def make_schedule(
+    kind: str,
+    tokens: int,
+    *,
+    steps: int | None = None,
+    denoise: float = 1.0,
+    config: ScheduleConfig = ScheduleConfig(),
+) -> Schedule:
+    """Schedule of `kind` base or turbo for a target of `tokens` latent tokens.
+
+    Below 1, `denoise` keeps the end of a longer grid, as ComfyUI's KSampler does: for base the last steps + 1 sigmas
+    of the grid of int(steps / denoise), for Turbo the last round(8 denoise) steps.
+    """
+    if not 0 < denoise <= 1:
+        raise UserError(f"denoise is {denoise:g}, expected above 0 and at most 1")
+    if kind == "base":
+        steps = config.steps if steps is None else steps
+        grid = base_sigmas(steps if denoise == 1 else max(int(steps / denoise), steps), tokens, config)
+        return Schedule(grid[-(steps + 1) :], kind)
+    if kind != "turbo":
+        raise UserError(f"schedule is {kind!r}, expected base or turbo")
+    if steps is not None and steps < 1:
+        raise UserError(f"steps is {steps}, expected at least 1; Turbo runs {len(config.turbo_sigmas)}")
+    full = len(config.turbo_sigmas)
+    kept = full if denoise == 1 else max(round(full * denoise), 1)
+    warnings = ()
+    if steps not in (None, full):
+        warnings = (f"Turbo has {full} fixed steps: {kept} run, not {steps}; give a grid of your own with sigmas",)
+    return Schedule(turbo_sigmas(config)[-(kept + 1) :], kind, warnings)

@@ -1,0 +1,172 @@
+"""The transformer beside diffusers', same weights, one process: steps, prefill, a whole 8-step edit.
+
+python -m tests.bench.dit --small    # CPU, under a minute
+python -m tests.bench.dit            # the released size in bf16, needs CUDA and diffusers
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+import torch
+from diffusers import QwenImage21Transformer2DModel
+from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
+
+from qwen21.config import DiTConfig
+from qwen21.dit import DiT
+from qwen21.sampler import sample
+from qwen21.schedule import turbo_sigmas
+
+from .pairs import HEADER, Row, compare
+
+
+@dataclass(frozen=True)
+class Size:
+    config: DiTConfig
+    target: tuple[int, int]
+    reference: tuple[int, int]
+    text: int
+    pairs: int
+    dtype: torch.dtype
+    device: str
+
+
+SMALL = Size(DiTConfig(layers=4, heads=4, text_width=512), (32, 32), (16, 16), 64, 15, torch.float32, "cpu")
+FULL = Size(DiTConfig(), (64, 64), (64, 64), 128, 15, torch.bfloat16, "cuda")
+
+
+class Pair:
+    """Both models over one set of weights, and one set of inputs for `references` references."""
+
+    def __init__(self, size: Size) -> None:
+        self.size = size
+        c = size.config
+        torch.manual_seed(0)
+        with torch.device(size.device):
+            self.theirs = QwenImage21Transformer2DModel(
+                num_layers=c.layers, num_attention_heads=c.heads, context_in_dim=c.text_width
+            ).to(size.dtype)
+        self.theirs.eval().requires_grad_(False)
+        self.ours = DiT(c, dtype=size.dtype, device="meta").eval().requires_grad_(False)
+        self.ours.load_state_dict(self.theirs.state_dict(), assign=True)
+
+    def inputs(self, references: int) -> Inputs:
+        return Inputs(self, references)
+
+
+class Inputs:
+    def __init__(self, pair: Pair, references: int) -> None:
+        size, self.pair = pair.size, pair
+        kw = {"device": size.device, "dtype": size.dtype}
+        generator = torch.Generator(size.device).manual_seed(1)
+        h, w = size.reference
+        self.text = torch.randn(size.text, size.config.text_width, generator=generator, **kw)
+        self.references = [torch.randn(64, h, w, generator=generator, **kw) for _ in range(references)]
+        self.target = torch.randn(1, 64, *size.target, generator=generator, **kw)
+        self.slots = [4 + 5 * i for i in range(references)]
+        pads: list[bool] = []
+        for i, slot in enumerate(self.slots):
+            pads += [False] * (slot - (self.slots[i - 1] if i else 0)) + [True] * (h * w // 4)
+        pads += [False] * (size.text - (self.slots[-1] if references else 0))
+        self.states = torch.zeros(1, len(pads), size.config.text_width, **kw)
+        self.states[0, ~torch.tensor(pads, dtype=torch.bool)] = self.text
+        slots = [*pads, *[True] * (size.target[0] * size.target[1] // 4)]
+        self.mask = torch.tensor(slots, device=size.device)[None]
+        self.shapes = [[(1, h, w)] * references + [(1, *size.target)]]
+        self.packed = [r.flatten(1).T[None] for r in self.references]
+
+    def theirs(self, x: torch.Tensor, sigma: float, cache: QwenImage21KVCache, mode: str) -> torch.Tensor:
+        """One call of diffusers' transformer on packed x [1, N, 64], as its pipeline makes it."""
+        t = torch.tensor([sigma], device=x.device) * 1000
+        return self.pair.theirs(
+            hidden_states=torch.cat([*self.packed, x], dim=1),
+            encoder_hidden_states=self.states,
+            timestep=t.to(x.dtype) / 1000,
+            img_shapes=self.shapes,
+            img_mask=self.mask,
+            kv_cache=cache,
+            kv_cache_mode=mode,
+            return_dict=False,
+        )[0][:, -x.shape[1] :]
+
+    def new_cache(self) -> QwenImage21KVCache:
+        return QwenImage21KVCache(self.pair.size.config.layers)
+
+    @property
+    def packed_target(self) -> torch.Tensor:
+        return self.target.flatten(2).transpose(1, 2).contiguous()
+
+    def prefill(self):
+        return self.pair.ours.prefill(self.text, self.references, self.slots)
+
+
+def step_row(pair: Pair, references: int) -> Row:
+    """A denoising step over a cached prefix."""
+    case = pair.inputs(references)
+    x, cache, prefix = case.packed_target, case.new_cache(), case.prefill()
+    case.theirs(x, 1.0, cache, "extract")
+    name = f"edit step, {references} reference{'s' * (references > 1)}" if references else "text-to-image step"
+    return compare(
+        name,
+        lambda: case.theirs(x, 0.5, cache, "cached"),
+        lambda: pair.ours.denoise(case.target, 0.5, prefix),
+        pair.size.pairs,
+    )
+
+
+def prefill_row(pair: Pair, references: int) -> Row:
+    """The first step of an edit: prefill and one step, which diffusers runs as one pass."""
+    case = pair.inputs(references)
+    x = case.packed_target
+    return compare(
+        f"prefill and first step, {references} references",
+        lambda: case.theirs(x, 1.0, case.new_cache(), "extract"),
+        lambda: pair.ours.denoise(case.target, 1.0, case.prefill()),
+        pair.size.pairs,
+    )
+
+
+def edit_row(pair: Pair, references: int) -> Row:
+    """A whole edit at Turbo's eight sigmas."""
+    case = pair.inputs(references)
+    sigmas = turbo_sigmas()
+    levels = sigmas.tolist()
+
+    def theirs() -> torch.Tensor:
+        x, cache = case.packed_target, case.new_cache()
+        for i in range(len(levels) - 1):
+            v = case.theirs(x, levels[i], cache, "cached" if i else "extract")
+            x = x + (levels[i + 1] - levels[i]) * v
+        return x
+
+    def ours() -> torch.Tensor:
+        prefix = case.prefill()
+        dtype = pair.size.dtype
+        return sample(lambda x, s: pair.ours.denoise(x.to(dtype), s, prefix), case.target.float(), sigmas)
+
+    difference = (theirs().transpose(1, 2).unflatten(2, pair.size.target).float() - ours()).abs().max()
+    assert pair.size.dtype != torch.float32 or difference < 1e-3, f"the two disagree by {difference}"
+    return compare(f"8-step edit, {references} references", theirs, ours, pair.size.pairs)
+
+
+@torch.inference_mode()
+def rows(size: Size) -> list[Row]:
+    pair = Pair(size)
+    steps = [step_row(pair, references) for references in (0, 1, 2, 4)]
+    return [*steps, prefill_row(pair, 2), edit_row(pair, 2)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--small", action="store_true", help="4 blocks of 4 heads x 128 in fp32 on the CPU")
+    size = SMALL if parser.parse_args().small else FULL
+    if size.device == "cuda" and not torch.cuda.is_available():
+        parser.error("the full size needs CUDA; use --small on a CPU")
+    print(HEADER)
+    for row in rows(size):
+        print(row)
+
+
+if __name__ == "__main__":
+    main()
