@@ -210,9 +210,8 @@ def run_generate(a: argparse.Namespace) -> int:
     )
     device = outputs.pick_device(a.device)
     pipeline = Pipeline(find_model(a), outputs.pick_dtype(a.dtype, device), device, a.kv_device)
-    bar = ProgressBar()
-    result = pipeline.generate(request, Watch(on_step=bar.step, on_stage=bar.stage))
-    bar.close()
+    with ProgressBar() as bar:
+        result = pipeline.generate(request, Watch(on_step=bar.step, on_stage=bar.stage))
     for warning in result.manifest["warnings"]:
         print(f"qwen21: warning: {warning}", file=sys.stderr)
     outputs.write(result, outputs.names(a.out, len(result.images)), a.save_latent)
@@ -265,26 +264,35 @@ def _check_outputs(a: argparse.Namespace) -> None:
 
 
 class ProgressBar:
-    """Stages and steps on one line of stderr."""
+    """Steps on one line of stderr; on a terminal the stages before and after them too. Use it as a context."""
 
     WIDTH = 24
 
     def __init__(self) -> None:
+        self._terminal = sys.stderr.isatty()
         self._started = time.monotonic()
         self._length = 0
 
+    def __enter__(self) -> ProgressBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave the cursor at the start of an empty line, whatever happened."""
+        if self._terminal:
+            self._show("")
+            self._show("")
+        elif self._length:
+            print(file=sys.stderr, flush=True)
+
     def stage(self, name: str) -> None:
         self._started = time.monotonic()
-        self._show(name)
+        if self._terminal:
+            self._show(name)
 
     def step(self, done: int, steps: int, _latent: object) -> None:
         filled = self.WIDTH * done // steps
         rate = (time.monotonic() - self._started) / done
         self._show(f"[{'#' * filled}{'.' * (self.WIDTH - filled)}] {done}/{steps}  {rate:.2f} s/step")
-
-    def close(self) -> None:
-        self._show("")
-        print("\r", end="", file=sys.stderr, flush=True)
 
     def _show(self, text: str) -> None:
         print("\r" + text.ljust(self._length), end="", file=sys.stderr, flush=True)
@@ -299,15 +307,13 @@ def run_inspect(a: argparse.Namespace) -> int:
 
 
 def run_demo(a: argparse.Namespace) -> int:
-    from .mini.demo import run
+    from .mini.demo import NOTE, run
 
-    a.out.mkdir(parents=True, exist_ok=True)
-    bars: list[ProgressBar] = []
-
-    def watch() -> ProgressBar:
-        bars.append(ProgressBar())
-        return bars[-1]
-
-    for path in run(a.out, watch):
+    try:
+        a.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{a.out}: cannot be made ({error.strerror}); choose another folder with --out") from error
+    for path in run(a.out, ProgressBar):
         print(path)
+    print(NOTE)
     return 0

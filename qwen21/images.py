@@ -149,7 +149,7 @@ def fit(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 def latent_mask(mask: Image.Image, grid: tuple[int, int]) -> torch.Tensor:
-    """Mask [1, 1, h, w] in [0, 1] on a latent grid (h, w): 1 where the picture is white, 0 where black or transparent."""
+    """Mask [1, 1, h, w] on a latent grid (h, w): 1 where the picture is white, 0 where it is black or transparent."""
     rgba = to_rgba(mask)
     values = np.asarray(rgba.convert("L"), dtype=np.float32) * np.asarray(rgba.getchannel("A"), dtype=np.float32)
     tensor = torch.from_numpy(values / 255.0**2)[None, None]

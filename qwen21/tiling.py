@@ -60,7 +60,7 @@ def cores(size: int, tile: int | None) -> list[Span]:
 
 
 def decoder_halos(config: VAEConfig) -> list[int]:
-    """What each decoder stage needs around a core, in cells of its own input (16, 8, 4, 2, 1 pixels): 13, 13, 12, 10, 7."""
+    """What each decoder stage needs around a core, in cells of its own input: 13, 13, 12, 10, 7."""
     blocks = 2 * (config.res_blocks + 1)
     halos = [blocks + 1]  # the last stage, and the head's convolution
     for _ in config.slots:
@@ -90,13 +90,13 @@ def decoder_cuts(core: Span, halos: list[int]) -> list[slice]:
 
 
 def encode_tiled(vae: VAE, pixels: Tensor, tile: int | None, check_cancel: CheckCancel | None = None) -> Tensor:
-    """`vae.encode(pixels)` in tiles of `tile` x `tile` latent cells (None: whole). `check_cancel()` runs before each."""
+    """`vae.encode(pixels)` in tiles of `tile` x `tile` cells (None: whole), `check_cancel()` before each."""
     _require_tile(tile)
     return vae.checked(pixels, lambda x: _encode(vae, x, tile, check_cancel), decode=False)
 
 
 def decode_tiled(vae: VAE, latents: Tensor, tile: int | None, check_cancel: CheckCancel | None = None) -> Tensor:
-    """`vae.decode(latents)` in tiles of `tile` x `tile` latent cells (None: whole). `check_cancel()` runs before each."""
+    """`vae.decode(latents)` in tiles of `tile` x `tile` cells (None: whole), `check_cancel()` before each."""
     _require_tile(tile)
     return vae.checked(latents, lambda z: _decode(vae, z, tile, check_cancel), decode=True)
 
@@ -122,7 +122,7 @@ def _encode(vae: VAE, pixels: Tensor, tile: int | None, check_cancel: CheckCance
         features = pixels.new_empty(1, channels, height, width)
         for y, x in _tiles(height, width, tile, check_cancel):
             rows, columns = y.grown(*halo), x.grown(*halo)
-            part = vae.encode_fine(picture[:, :, rows.scaled(vae.factor).slice, columns.scaled(vae.factor).slice])
+            part = vae.encoder.fine(picture[:, :, rows.scaled(vae.factor).slice, columns.scaled(vae.factor).slice])
             features[:, :, y.slice, x.slice] = part[:, :, y.within(rows), x.within(columns)]
         result.copy_(vae.encode_coarse(features))
     return latents

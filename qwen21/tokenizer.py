@@ -44,7 +44,7 @@ def load_tokenizer(folder: str | Path) -> PromptTokenizer:
     """From a folder with `tokenizer.json`, or with `vocab.json` and `merges.txt`, or one whose `processor/` or
     `tokenizer/` has them. `UserError` if files are missing or unreadable, or they are another model's.
     """
-    folder = _find(Path(folder))
+    folder = find_tokenizer(folder)
     try:
         from transformers import Qwen2TokenizerFast
     except ImportError as error:
@@ -63,7 +63,9 @@ def load_tokenizer(folder: str | Path) -> PromptTokenizer:
     return PromptTokenizer(tokenizer)
 
 
-def _find(folder: Path) -> Path:
+def find_tokenizer(folder: str | Path) -> Path:
+    """The folder that holds the tokenizer's files: the given one, its `processor/` or its `tokenizer/`."""
+    folder = Path(folder)
     for candidate in (folder, folder / "processor", folder / "tokenizer"):
         names = [("tokenizer.json",), ("vocab.json", "merges.txt")]
         if any(all((candidate / name).is_file() for name in group) for group in names):

@@ -26,17 +26,20 @@ CASTS_AT_USE = "comfy_cast_weights"  # ComfyUI sets it on layers that cast their
 
 log = logging.getLogger(__name__)
 
+Crop = Callable[[Tensor, int], Tensor]
+
 
 class NonFinite(ArithmeticError):
     """A result holds NaN or infinity. Never leaves `VAE.checked`."""
 
 
-Crop = Callable[[Tensor, int], Tensor]
+def is_finite(x: Tensor) -> bool:
+    low, high = torch.aminmax(x)  # both NaN if any value is; no temporary of x's size
+    return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
 def finite(x: Tensor) -> Tensor:
-    low, high = torch.aminmax(x)  # both NaN if any value is; no temporary of x's size
-    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+    if not is_finite(x):
         raise NonFinite
     return x
 
@@ -128,6 +131,13 @@ class Resample(nn.Module):
         return self.resample(x)
 
 
+def unknown_stage(part: str, inner: int, outer: int, slots: int) -> UserError:
+    return UserError(
+        f"a VAE {part} stage goes from {inner} to {outer} channels with {slots} time slots, which no Qwen-Image 2.1 VAE "
+        "has; is this another VAE?"
+    )
+
+
 class DownStage(nn.Module):
     """Residual blocks, then half the size (all but the last stage), plus a shortcut around the stage.
 
@@ -141,10 +151,7 @@ class DownStage(nn.Module):
         self.step = outer // inner
         self.share = self.step / slots  # of one average, the part that is not zeros
         if outer % inner or slots % self.step or (not down and inner != outer):
-            raise UserError(
-                f"a VAE encoder stage goes from {inner} to {outer} channels with {slots} time slots, which no "
-                "Qwen-Image 2.1 VAE has; is this another VAE?"
-            )
+            raise unknown_stage("encoder", inner, outer, slots)
         self.resnets = residual_blocks(inner, outer, blocks, operations, **kwargs)
         self.downsampler = Resample(outer, operations, down=True, **kwargs) if down else None
 
@@ -171,10 +178,7 @@ class UpStage(nn.Module):
         super().__init__()
         self.step = inner // outer
         if up and (inner % outer or 4 * slots % self.step):
-            raise UserError(
-                f"a VAE decoder stage goes from {inner} to {outer} channels with {slots} time slots, which no "
-                "Qwen-Image 2.1 VAE has; is this another VAE?"
-            )
+            raise unknown_stage("decoder", inner, outer, slots)
         self.slots = slots
         self.resnets = residual_blocks(inner, outer, blocks + 1, operations, **kwargs)
         self.upsampler = Resample(outer, operations, down=False, **kwargs) if up else None
@@ -237,7 +241,7 @@ class Decoder(nn.Module):
         return self.mid_block(self.conv_in(packed(x)))
 
     def fine(self, x: Tensor, crop: Crop = whole) -> Tensor:
-        """`crop(x, i)` may cut borders off the input of stage i, and off the picture where i is the number of stages."""
+        """`crop(x, i)` may cut borders off the input of stage i, and last, i the number of stages, off the picture."""
         for i, stage in enumerate(self.up_blocks):
             x = packed(crop(x, i))  # on a line of its own, so that what was cut off is freed before the stage runs
             x = stage(x)
@@ -280,7 +284,7 @@ class VAE(nn.Module):
 
     def encode(self, pixels: Tensor) -> Tensor:
         """Pixels [B, 4, H, W] in [-1, 1], H and W multiples of 16 -> raw latents [B, 64, H/16, W/16], the mean."""
-        return self.checked(pixels, lambda x: self.encode_coarse(self.encode_fine(x)), decode=False)
+        return self.checked(pixels, lambda x: self.encode_coarse(self.encoder.fine(x)), decode=False)
 
     def decode(self, latents: Tensor) -> Tensor:
         """Raw latents [B, 64, h, w] -> pixels [B, 4, 16h, 16w] in [-1, 1]."""
@@ -300,9 +304,6 @@ class VAE(nn.Module):
         mean, std = (torch.tensor(values, **like) for values in (self.config.latents_mean, self.config.latents_std))
         return mean.view(1, -1, 1, 1), std.view(1, -1, 1, 1)
 
-    def encode_fine(self, pixels: Tensor) -> Tensor:
-        return self.encoder.fine(pixels)
-
     def encode_coarse(self, x: Tensor) -> Tensor:
         return self.quant_conv(self.encoder.coarse(x))[:, : self.config.latent_channels]
 
@@ -316,23 +317,26 @@ class VAE(nn.Module):
     @torch.no_grad()
     def checked(self, x: Tensor, run: Callable[[Tensor], Tensor], *, decode: bool) -> Tensor:
         """`run(x)` in this VAE's dtype, once more in fp32 if a narrower one overflows; finite, or `UserError`."""
-        given, result = ("latents", "picture") if decode else ("picture", "latents")
+        given, wanted = ("latents", "picture") if decode else ("picture", "latents")
         self._require_input(x, given, decode)
-        try:
-            return finite(run(x.to(self.dtype)).to(x.dtype))
-        except NonFinite:
-            narrow = torch.finfo(self.dtype).bits < 32
-        if narrow:
-            log.warning("the VAE's %s overflowed in %s; computing again in fp32", result, self.dtype)
+
+        def attempt() -> Tensor | None:
+            try:
+                return finite(run(x.to(self.dtype)).to(x.dtype))
+            except NonFinite:
+                return None
+
+        result = attempt()
+        if result is None and torch.finfo(self.dtype).bits < 32:
+            log.warning("the VAE's %s overflowed in %s; computing again in fp32", wanted, self.dtype)
             with self._in_fp32(decode):
-                try:
-                    return finite(run(x.float()).to(x.dtype))
-                except NonFinite:
-                    pass
-        raise UserError(
-            f"the VAE's {result} came out with NaN or infinite values in fp32, expected finite ones; the VAE file may be "
-            f"damaged: load it again, or check the {given} given"
-        )
+                result = attempt()
+        if result is None:
+            raise UserError(
+                f"the VAE's {wanted} came out with NaN or infinite values in fp32, expected finite ones; the VAE file "
+                f"may be damaged: load it again, or check the {given} given"
+            )
+        return result
 
     def _require_input(self, x: Tensor, name: str, decode: bool) -> None:
         if not decode and not hasattr(self, "encoder"):
@@ -343,17 +347,14 @@ class VAE(nn.Module):
             raise UserError(f"the VAE got {name} of shape {list(x.shape)}, expected [B, {channels}, H, W], {sizes}")
         if not x.is_floating_point():
             raise UserError(f"the VAE got {name} as {x.dtype}, expected floating point; convert them first")
-        try:
-            finite(x)
-        except NonFinite:
+        if not is_finite(x):
             raise UserError(
-                f"the {name} given to the VAE hold NaN or infinite values, expected finite ones; the step that made "
-                "them failed"
-            ) from None
+                f"the {name} given to the VAE has NaN or infinite values, expected finite ones; what made it failed"
+            )
 
     @contextmanager
     def _in_fp32(self, decode: bool) -> Iterator[None]:
-        """One half's weights in fp32; afterwards the very same parameters as before. Layers that cast at use keep theirs."""
+        """One half's weights in fp32, the very same parameters as before afterwards. Layers that cast at use keep theirs."""
         halves = (self.post_quant_conv, self.decoder) if decode else (self.encoder, self.quant_conv)
         before, originals = self.compute_dtype, []
         try:

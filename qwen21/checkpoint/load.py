@@ -14,6 +14,7 @@ from torch import nn
 from ..config import DiTConfig, EncoderConfig, ScheduleConfig, VAEConfig
 from ..dit import DiT
 from ..errors import UserError
+from ..tokenizer import find_tokenizer
 from ..vae import VAE
 from .detect import Identity, expect
 from .files import Checkpoint, open_checkpoint, read_json
@@ -74,7 +75,7 @@ def find_folder(folder: Path | str, tokenizer: Path | str | None = None) -> Mode
         find_dit(folder / "transformer"),
         find_encoder(folder / "text_encoder"),
         find_vae(folder / "vae"),
-        Path(tokenizer) if tokenizer else folder / "processor",
+        find_tokenizer(tokenizer or folder),
         ScheduleConfig.from_diffusers(read_json(scheduler) if scheduler.exists() else {}, sigmas),
         turbo=sigmas is not None,
     )
@@ -88,7 +89,7 @@ def find_files(dit: Path | str, encoder: Path | str, vae: Path | str, tokenizer:
             "single files carry no tokenizer; give --tokenizer DIR, such as the diffusers folder's processor/ or "
             "ComfyUI's comfy/text_encoders/qwen25_tokenizer"
         )
-    return ModelFiles(*parts, Path(tokenizer), ScheduleConfig(), turbo=parts[0].identity.turbo_hint)
+    return ModelFiles(*parts, find_tokenizer(tokenizer), ScheduleConfig(), turbo=parts[0].identity.turbo_hint)
 
 
 def _sample_sigmas(folder: Path, index: Mapping[str, Any]) -> list[float] | None:

@@ -35,9 +35,8 @@ def run(out: Path, progress: Callable[[], Any]) -> list[Path]:
     with tempfile.TemporaryDirectory() as folder:
         pipeline = Pipeline(find_folder(write_random_model(Path(folder))), keep_loaded=True)
         for name, request in jobs(SAMPLE).items():
-            bar = progress()
-            result = pipeline.generate(request, Watch(on_step=bar.step, on_stage=bar.stage))
-            bar.close()
+            with progress() as bar:
+                result = pipeline.generate(request, Watch(on_step=bar.step, on_stage=bar.stage))
             write(result, [out / name])
             paths.append(out / name)
     return paths

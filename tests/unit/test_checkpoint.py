@@ -82,7 +82,9 @@ def test_no_axis_but_the_time_axis_of_kernels_is_squeezed(singles):
     assert sources["encoder.conv_in.weight"].shape == (4, 4, 3, 3)
     assert sources["encoder.mid_block.attentions.0.norm.gamma"].shape == (32, 1, 1)
     assert sources["encoder.norm_out.gamma"].shape == (32, 1, 1, 1)
-    assert len(sources["decoder.up_blocks.0.upsampler.time_conv.weight"].shape) == 5  # three frames: not ours to squeeze
+    assert (
+        len(sources["decoder.up_blocks.0.upsampler.time_conv.weight"].shape) == 5
+    )  # three frames: not ours to squeeze
 
 
 def test_weights_arrive_in_the_asked_dtype_and_pin_no_file(singles):
@@ -123,7 +125,9 @@ def test_released_shapes_give_the_released_configs():
 def test_configs_read_both_spellings_of_rope():
     text = {"rope_theta": 1e6, "rope_scaling": {"mrope_section": [1, 2, 3]}}
     old = EncoderConfig.from_transformers({"text_config": text})
-    new = EncoderConfig.from_transformers({"text_config": {"rope_parameters": {"rope_theta": 1e6, "mrope_section": [1, 2, 3]}}})
+    new = EncoderConfig.from_transformers(
+        {"text_config": {"rope_parameters": {"rope_theta": 1e6, "mrope_section": [1, 2, 3]}}}
+    )
     assert old == new
     assert new.text.rope_base == 1e6
     assert new.text.mrope_sections == (1, 2, 3)
@@ -137,8 +141,8 @@ def test_turbo_is_known_by_its_folder_and_hinted_by_a_name(model, singles, tmp_p
     assert files.turbo
     assert files.schedule.turbo_sigmas == (1.0, 0.5)
     turbo = shutil.copy(singles["dit"], tmp_path / "Qwen_Image_2.1_Turbo.safetensors")
-    assert find_files(turbo, singles["encoder"], singles["vae"], tmp_path).turbo
-    assert not find_files(singles["dit"], singles["encoder"], singles["vae"], tmp_path).turbo
+    assert find_files(turbo, singles["encoder"], singles["vae"], model.folder).turbo
+    assert not find_files(singles["dit"], singles["encoder"], singles["vae"], model.folder).turbo
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------
@@ -227,14 +231,21 @@ def test_missing_gaps_and_misshapen_tensors(copy):
     tiny.rewrite(copy["dit"], {"model.diffusion_model.proj_out.weight": None})
     refused(copy["dit"], "'proj_out.weight' is missing", find_dit)
     tiny.rewrite(copy["vae"], {"decoder.conv1.bias": None})
-    refused(copy["vae"], r"1 of \d+ tensors are missing \(decoder.conv_in.bias\)", lambda p: load(find_vae(p), torch.float32))
+    refused(
+        copy["vae"],
+        r"1 of \d+ tensors are missing \(decoder.conv_in.bias\)",
+        lambda p: load(find_vae(p), torch.float32),
+    )
     tiny.rewrite(copy["encoder"], {"model.layers.1.mlp.up_proj.weight": torch.zeros(3, 3)})
     refused(copy["encoder"], r"has shape \[3, 3\], expected \[96, 64\]", lambda p: load(find_encoder(p), torch.float32))
 
 
 def test_a_missing_block_between_others_is_named(copy):
     names = load_file(copy["dit"])
-    tiny.rewrite(copy["dit"], {k: None for k in names if "transformer_blocks.0." in k and "norm_q" not in k and "gate_up" not in k})
+    tiny.rewrite(
+        copy["dit"],
+        {k: None for k in names if "transformer_blocks.0." in k and "norm_q" not in k and "gate_up" not in k},
+    )
     refused(copy["dit"], "tensors are missing", lambda p: load(find_dit(p), torch.float32))
 
 
@@ -289,11 +300,13 @@ def test_quantized_files_are_recognised_and_refused_for_now(copy, change, name):
     refused(copy["dit"], f"weights are {name}.*cannot be loaded yet", find_dit)
 
 
-def test_parts_that_do_not_belong_together(singles, tmp_path):
+def test_parts_that_do_not_belong_together(model, singles, tmp_path):
     narrow = tmp_path / "narrow.safetensors"
-    save_file({k: v.contiguous() for k, v in tiny.comfy_encoder(tiny.text_encoder(width=32).state_dict()).items()}, narrow)
+    save_file(
+        {k: v.contiguous() for k, v in tiny.comfy_encoder(tiny.text_encoder(width=32).state_dict()).items()}, narrow
+    )
     with pytest.raises(UserError, match="states are 32 wide but the transformer reads 64"):
-        find_files(singles["dit"], narrow, singles["vae"], tmp_path)
+        find_files(singles["dit"], narrow, singles["vae"], model.folder)
     with pytest.raises(UserError, match="carry no tokenizer"):
         find_files(singles["dit"], singles["encoder"], singles["vae"], None)
 
@@ -328,4 +341,6 @@ def test_inspect_says_what_it_is_and_what_is_missing(model, singles, copy):
 def test_headers_are_read_without_the_data(singles):
     header, raw = read_header(singles["dit"])
     assert len(raw) < 100_000
-    assert all(set(entry) == {"dtype", "shape", "data_offsets"} for key, entry in header.items() if key != "__metadata__")
+    assert all(
+        set(entry) == {"dtype", "shape", "data_offsets"} for key, entry in header.items() if key != "__metadata__"
+    )

@@ -52,7 +52,9 @@ CASES = {
 }
 
 
-def diffusers_run(model, pictures, prompt="a red cat on <image1>", images=(), size=None, negative=None, cfg=1.0, batch=1):
+def diffusers_run(
+    model, pictures, prompt="a red cat on <image1>", images=(), size=None, negative=None, cfg=1.0, batch=1
+):
     width, height = size or (None, None)
     latent = model.pipeline()(
         prompt,
@@ -79,9 +81,20 @@ def diffusers_decode(model, latent):
     return pipeline.image_processor.postprocess(pixels, output_type="pil")
 
 
-def our_run(files, out, pictures, prompt="a red cat on <image1>", images=(), size=None, negative=None, cfg=1.0, batch=1):
+def our_run(
+    files, out, pictures, prompt="a red cat on <image1>", images=(), size=None, negative=None, cfg=1.0, batch=1
+):
     command = ["generate", *files, "--prompt", prompt, "--seed", "5", "--resolution", "96", "--out", str(out / "o.png")]
-    command += ["--dtype", "fp32", "--device", "cpu", "--edit-noise", "released", "--save-latent", str(out / "o.safetensors")]
+    command += [
+        "--dtype",
+        "fp32",
+        "--device",
+        "cpu",
+        "--edit-noise",
+        "released",
+        "--save-latent",
+        str(out / "o.safetensors"),
+    ]
     command += ["--cfg", str(cfg), "--batch", str(batch)]
     command += ["--negative", negative] if negative is not None else []
     command += ["--image", *[str(pictures[name]) for name in images]] if images else []

@@ -30,7 +30,9 @@ def linear_flow(clean):
 
 def test_noise_is_what_diffusers_draws():
     for batch, seed in ((1, 0), (3, 7), (2, 2**63 + 5)):
-        expected = randn_tensor((batch, 1, 64, 6, 4), generator=torch.Generator().manual_seed(seed), dtype=torch.float32)
+        expected = randn_tensor(
+            (batch, 1, 64, 6, 4), generator=torch.Generator().manual_seed(seed), dtype=torch.float32
+        )
         assert torch.equal(draw_noise((batch, 64, 6, 4), seed), expected[:, 0])
 
 
@@ -88,7 +90,11 @@ def test_guidance_combines_branches_and_skips_the_negative_at_one():
 
     sigmas = torch.tensor([1.0, 0.75, 0.5, 0.0])
     got = sample(
-        lambda x, s: positive, torch.zeros(SHAPE), sigmas, negative=unguided, cfg=guidance(3, 1.0, [GuidanceRange(2, 2, 4.0)])
+        lambda x, s: positive,
+        torch.zeros(SHAPE),
+        sigmas,
+        negative=unguided,
+        cfg=guidance(3, 1.0, [GuidanceRange(2, 2, 4.0)]),
     )
     assert calls == [0.75]  # only the guided step pays for a negative
     expected = -0.25 * 2 - 0.25 * (0.5 + 4 * 1.5) - 0.5 * 2
