@@ -49,7 +49,7 @@ class Span:
         return self.stop - self.start
 
     @property
-    def slice(self) -> slice:
+    def index(self) -> slice:
         return slice(self.start, self.stop)
 
 
@@ -122,8 +122,8 @@ def _encode(vae: VAE, pixels: Tensor, tile: int | None, check_cancel: CheckCance
         features = pixels.new_empty(1, channels, height, width)
         for y, x in _tiles(height, width, tile, check_cancel):
             rows, columns = y.grown(*halo), x.grown(*halo)
-            part = vae.encoder.fine(picture[:, :, rows.scaled(vae.factor).slice, columns.scaled(vae.factor).slice])
-            features[:, :, y.slice, x.slice] = part[:, :, y.within(rows), x.within(columns)]
+            part = vae.encoder.fine(picture[:, :, rows.scaled(vae.factor).index, columns.scaled(vae.factor).index])
+            features[:, :, y.index, x.index] = part[:, :, y.within(rows), x.within(columns)]
         result.copy_(vae.encode_coarse(features))
     return latents
 
@@ -136,7 +136,7 @@ def _decode(vae: VAE, latents: Tensor, tile: int | None, check_cancel: CheckCanc
         features = vae.decode_coarse(latent)
         for y, x in _tiles(height, width, tile, check_cancel):
             rows, columns = decoder_cuts(y, halos), decoder_cuts(x, halos)
-            pixels = picture[:, :, y.scaled(vae.factor).slice, x.scaled(vae.factor).slice]
+            pixels = picture[:, :, y.scaled(vae.factor).index, x.scaled(vae.factor).index]
             pixels.copy_(vae.decode_fine(features, lambda part, i, r=rows, c=columns: part[:, :, r[i], c[i]]))
     return pictures
 

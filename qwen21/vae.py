@@ -1,18 +1,15 @@
 """The RGBA VAE, for still images: pixels [B, 4, H, W] in [-1, 1] <-> raw latents [B, 64, H/16, W/16].
 
 Parameters are named as in diffusers' `AutoencoderKLQwenImage21`, less the `time_conv` weights, which images never use.
-Everything stays 4-D: padding of large 5-D tensors returns zeros on some Apple machines.
-
-Each half is split where its receptive field ends. The coarse part sees the whole picture, through the mid block's
-attention; the fine part is local, so that `tiling.py` can run it tile by tile, exactly.
+Everything stays 4-D: padding of large 5-D tensors returns zeros on some Apple machines. Each half has a coarse part,
+whose attention sees the whole picture, and a fine part, which is local: `tiling.py` runs it tile by tile, exactly.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import ModuleType
+from contextlib import contextmanager, suppress
 
 import torch
 import torch.nn.functional as F
@@ -50,10 +47,6 @@ def packed(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last if on_cpu else torch.contiguous_format)
 
 
-def whole(x: Tensor, stage: int) -> Tensor:
-    return x
-
-
 class RMSNorm(nn.Module):
     """x / |x| * sqrt(C) * gamma over the channels of [B, C, H, W]; |x| is taken in fp32 for half dtypes."""
 
@@ -62,7 +55,7 @@ class RMSNorm(nn.Module):
         self.gamma = nn.Parameter(torch.ones(channels, *[1] * ones, dtype=dtype, device=device))
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """`out` may be `x` itself. A tensor multiplied into `out` rounds once and needs no fp32 copy of a half `x`."""
+        """`out` may be `x` itself. Multiplying into `out` rounds once, and needs no fp32 copy of a half `x`."""
         channels = x.shape[1]
         norm = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
         scale = channels**0.5 / norm.clamp_min_(1e-12)
@@ -118,24 +111,16 @@ class MidBlock(nn.Module):
         return self.resnets[1](self.attentions[0](self.resnets[0](x)))
 
 
-class Resample(nn.Module):
+def resampler(channels: int, operations, *, down: bool, **kwargs) -> nn.ModuleDict:
     """Halves the picture (stride 2, padded right and bottom only) or doubles it (nearest, then conv3)."""
-
-    def __init__(self, channels: int, operations, *, down: bool, **kwargs):
-        super().__init__()
-        first = nn.ZeroPad2d((0, 1, 0, 1)) if down else nn.Upsample(scale_factor=2.0, mode="nearest-exact")
-        conv = operations.Conv2d(channels, channels, 3, **({"stride": 2} if down else {"padding": 1}), **kwargs)
-        self.resample = nn.Sequential(first, conv)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.resample(x)
+    first = nn.ZeroPad2d((0, 1, 0, 1)) if down else nn.Upsample(scale_factor=2.0, mode="nearest-exact")
+    conv = operations.Conv2d(channels, channels, 3, **({"stride": 2} if down else {"padding": 1}), **kwargs)
+    return nn.ModuleDict({"resample": nn.Sequential(first, conv)})
 
 
 def unknown_stage(part: str, inner: int, outer: int, slots: int) -> UserError:
-    return UserError(
-        f"a VAE {part} stage goes from {inner} to {outer} channels with {slots} time slots, which no Qwen-Image 2.1 VAE "
-        "has; is this another VAE?"
-    )
+    got = f"a VAE {part} stage goes from {inner} to {outer} channels with {slots} time slots"
+    return UserError(f"{got}, which no Qwen-Image 2.1 VAE has; is this another VAE?")
 
 
 class DownStage(nn.Module):
@@ -153,7 +138,7 @@ class DownStage(nn.Module):
         if outer % inner or slots % self.step or (not down and inner != outer):
             raise unknown_stage("encoder", inner, outer, slots)
         self.resnets = residual_blocks(inner, outer, blocks, operations, **kwargs)
-        self.downsampler = Resample(outer, operations, down=True, **kwargs) if down else None
+        self.downsampler = resampler(outer, operations, down=True, **kwargs) if down else None
 
     def forward(self, x: Tensor) -> Tensor:
         source = x
@@ -161,7 +146,7 @@ class DownStage(nn.Module):
             x = resnet(x)
         if self.downsampler is None:
             return x.add_(source)
-        x = self.downsampler(x)
+        x = self.downsampler["resample"](x)
         x[:, self.step - 1 :: self.step].add_(F.avg_pool2d(source, 2), alpha=self.share)
         return x
 
@@ -181,7 +166,7 @@ class UpStage(nn.Module):
             raise unknown_stage("decoder", inner, outer, slots)
         self.slots = slots
         self.resnets = residual_blocks(inner, outer, blocks + 1, operations, **kwargs)
-        self.upsampler = Resample(outer, operations, down=False, **kwargs) if up else None
+        self.upsampler = resampler(outer, operations, down=False, **kwargs) if up else None
 
     def forward(self, x: Tensor) -> Tensor:
         source = x
@@ -189,7 +174,7 @@ class UpStage(nn.Module):
             x = resnet(x)
         if self.upsampler is None:
             return x
-        x = self.upsampler(x)
+        x = self.upsampler["resample"](x)
         repeats = 4 * self.slots // self.step
         for place in range(4):
             offset = (4 * (self.slots - 1) + place) // repeats
@@ -201,10 +186,9 @@ class Encoder(nn.Module):
     def __init__(self, config: VAEConfig, operations, **kwargs):
         super().__init__()
         widths = [config.base_width * m for m in (1, *config.multipliers)]
-        last = len(config.multipliers) - 1
         self.conv_in = operations.Conv2d(config.in_channels, widths[0], 3, padding=1, **kwargs)
         self.down_blocks = nn.ModuleList(
-            DownStage(a, b, config.res_blocks, slots, operations, down=i < last, **kwargs)
+            DownStage(a, b, config.res_blocks, slots, operations, down=i < len(config.slots), **kwargs)
             for i, (a, b, slots) in enumerate(zip(widths[:-1], widths[1:], (*config.slots, 1), strict=True))
         )
         self.mid_block = MidBlock(widths[-1], operations, **kwargs)
@@ -227,11 +211,10 @@ class Decoder(nn.Module):
         super().__init__()
         multipliers = config.multipliers[::-1]
         widths = [config.decoder_base_width * m for m in (multipliers[0], *multipliers)]
-        last = len(multipliers) - 1
         self.conv_in = operations.Conv2d(config.latent_channels, widths[0], 3, padding=1, **kwargs)
         self.mid_block = MidBlock(widths[0], operations, **kwargs)
         self.up_blocks = nn.ModuleList(
-            UpStage(a, b, config.res_blocks, slots, operations, up=i < last, **kwargs)
+            UpStage(a, b, config.res_blocks, slots, operations, up=i < len(config.slots), **kwargs)
             for i, (a, b, slots) in enumerate(zip(widths[:-1], widths[1:], (*config.slots[::-1], 1), strict=True))
         )
         self.norm_out = RMSNorm(widths[-1], 3, **kwargs)
@@ -240,7 +223,7 @@ class Decoder(nn.Module):
     def coarse(self, x: Tensor) -> Tensor:
         return self.mid_block(self.conv_in(packed(x)))
 
-    def fine(self, x: Tensor, crop: Crop = whole) -> Tensor:
+    def fine(self, x: Tensor, crop: Crop = lambda x, i: x) -> Tensor:
         """`crop(x, i)` may cut borders off the input of stage i, and last, i the number of stages, off the picture."""
         for i, stage in enumerate(self.up_blocks):
             x = packed(crop(x, i))  # on a line of its own, so that what was cut off is freed before the stage runs
@@ -254,21 +237,20 @@ class VAE(nn.Module):
 
     `encode` and `decode` return finite values or raise `UserError`: half precision overflows in this VAE (values pass
     65504), so a non-finite result is computed once more in fp32. `encoder=False` builds the decoder alone.
-    Source: diffusers' `AutoencoderKLQwenImage21`.
     """
 
     def __init__(
         self,
         config: VAEConfig = VAEConfig(),
         *,
-        operations: ModuleType = nn,
+        operations=nn,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         encoder: bool = True,
     ):
         super().__init__()
         self.config = config
-        self.factor = 2 ** (len(config.multipliers) - 1)  # pixels per latent cell, each way
+        self.factor = 2 ** len(config.slots)  # pixels per latent cell, each way
         self.compute_dtype: torch.dtype | None = None
         kwargs = {"dtype": dtype, "device": device}
         channels = config.latent_channels
@@ -300,9 +282,8 @@ class VAE(nn.Module):
         return latents * std + mean
 
     def _statistics(self, latents: Tensor) -> tuple[Tensor, Tensor]:
-        like = {"device": latents.device, "dtype": latents.dtype}
-        mean, std = (torch.tensor(values, **like) for values in (self.config.latents_mean, self.config.latents_std))
-        return mean.view(1, -1, 1, 1), std.view(1, -1, 1, 1)
+        both = torch.tensor([self.config.latents_mean, self.config.latents_std]).to(latents).view(2, -1, 1, 1)
+        return both[0], both[1]
 
     def encode_coarse(self, x: Tensor) -> Tensor:
         return self.quant_conv(self.encoder.coarse(x))[:, : self.config.latent_channels]
@@ -310,7 +291,7 @@ class VAE(nn.Module):
     def decode_coarse(self, latents: Tensor) -> Tensor:
         return self.decoder.coarse(self.post_quant_conv(latents))
 
-    def decode_fine(self, x: Tensor, crop: Crop = whole) -> Tensor:
+    def decode_fine(self, x: Tensor, crop: Crop = lambda x, i: x) -> Tensor:
         # Checked before the clamp, which would turn infinity into white.
         return finite(self.decoder.fine(x, crop)).clamp_(-1, 1)
 
@@ -320,17 +301,13 @@ class VAE(nn.Module):
         given, wanted = ("latents", "picture") if decode else ("picture", "latents")
         self._require_input(x, given, decode)
 
-        def attempt() -> Tensor | None:
-            try:
-                return finite(run(x.to(self.dtype)).to(x.dtype))
-            except NonFinite:
-                return None
-
-        result = attempt()
+        result = None
+        with suppress(NonFinite):
+            result = finite(run(x.to(self.dtype)).to(x.dtype))
         if result is None and torch.finfo(self.dtype).bits < 32:
             log.warning("the VAE's %s overflowed in %s; computing again in fp32", wanted, self.dtype)
-            with self._in_fp32(decode):
-                result = attempt()
+            with self._in_fp32(decode), suppress(NonFinite):
+                result = finite(run(x.float()).to(x.dtype))
         if result is None:
             raise UserError(
                 f"the VAE's {wanted} came out with NaN or infinite values in fp32, expected finite ones; the VAE file "
@@ -354,7 +331,7 @@ class VAE(nn.Module):
 
     @contextmanager
     def _in_fp32(self, decode: bool) -> Iterator[None]:
-        """One half's weights in fp32, the very same parameters as before afterwards. Layers that cast at use keep theirs."""
+        """One half's weights in fp32, then the very same parameters again. Layers that cast at use keep theirs."""
         halves = (self.post_quant_conv, self.decoder) if decode else (self.encoder, self.quant_conv)
         before, originals = self.compute_dtype, []
         try:

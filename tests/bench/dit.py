@@ -1,12 +1,14 @@
 """The transformer beside diffusers', same weights, one process: steps, prefill, a whole 8-step edit.
 
-python -m tests.bench.dit --small    # CPU, under a minute
-python -m tests.bench.dit            # the released size in bf16, needs CUDA and diffusers
+python -m tests.bench.dit --small               # CPU, five pairs a row, under a minute
+python -m tests.bench.dit --small --pairs 15    # what a claim needs, two minutes
+python -m tests.bench.dit                       # the released size in bf16, needs CUDA
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,20 +29,19 @@ class Size:
     target: tuple[int, int]
     reference: tuple[int, int]
     text: int
-    pairs: int
     dtype: torch.dtype
     device: str
 
 
-SMALL = Size(DiTConfig(layers=4, heads=4, text_width=512), (32, 32), (16, 16), 64, 15, torch.float32, "cpu")
-FULL = Size(DiTConfig(), (64, 64), (64, 64), 128, 15, torch.bfloat16, "cuda")
+SMALL = Size(DiTConfig(layers=4, heads=4, text_width=512), (32, 32), (16, 16), 64, torch.float32, "cpu")
+FULL = Size(DiTConfig(), (64, 64), (64, 64), 128, torch.bfloat16, "cuda")
 
 
 class Pair:
     """Both models over one set of weights, and one set of inputs for `references` references."""
 
-    def __init__(self, size: Size) -> None:
-        self.size = size
+    def __init__(self, size: Size, pairs: int) -> None:
+        self.size, self.pairs = size, pairs
         c = size.config
         torch.manual_seed(0)
         with torch.device(size.device):
@@ -111,7 +112,7 @@ def step_row(pair: Pair, references: int) -> Row:
         name,
         lambda: case.theirs(x, 0.5, cache, "cached"),
         lambda: pair.ours.denoise(case.target, 0.5, prefix),
-        pair.size.pairs,
+        pair.pairs,
     )
 
 
@@ -123,7 +124,7 @@ def prefill_row(pair: Pair, references: int) -> Row:
         f"prefill and first step, {references} references",
         lambda: case.theirs(x, 1.0, case.new_cache(), "extract"),
         lambda: pair.ours.denoise(case.target, 1.0, case.prefill()),
-        pair.size.pairs,
+        pair.pairs,
     )
 
 
@@ -147,25 +148,29 @@ def edit_row(pair: Pair, references: int) -> Row:
 
     difference = (theirs().transpose(1, 2).unflatten(2, pair.size.target).float() - ours()).abs().max()
     assert pair.size.dtype != torch.float32 or difference < 1e-3, f"the two disagree by {difference}"
-    return compare(f"8-step edit, {references} references", theirs, ours, pair.size.pairs)
+    return compare(f"8-step edit, {references} references", theirs, ours, pair.pairs)
 
 
 @torch.inference_mode()
-def rows(size: Size) -> list[Row]:
-    pair = Pair(size)
-    steps = [step_row(pair, references) for references in (0, 1, 2, 4)]
-    return [*steps, prefill_row(pair, 2), edit_row(pair, 2)]
+def rows(size: Size, pairs: int) -> Iterator[Row]:
+    pair = Pair(size, pairs)
+    for references in (0, 1, 2, 4):
+        yield step_row(pair, references)
+    yield prefill_row(pair, 2)
+    yield edit_row(pair, 2)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--small", action="store_true", help="4 blocks of 4 heads x 128 in fp32 on the CPU")
-    size = SMALL if parser.parse_args().small else FULL
+    parser.add_argument("--pairs", type=int, help="interleaved pairs a row (small: 5, else 15)")
+    arguments = parser.parse_args()
+    size = SMALL if arguments.small else FULL
     if size.device == "cuda" and not torch.cuda.is_available():
         parser.error("the full size needs CUDA; use --small on a CPU")
     print(HEADER)
-    for row in rows(size):
-        print(row)
+    for row in rows(size, arguments.pairs or (5 if arguments.small else 15)):
+        print(row, flush=True)
 
 
 if __name__ == "__main__":

@@ -13,27 +13,12 @@ import qwen21.vae
 from qwen21.config import VAEConfig
 from qwen21.errors import UserError
 from qwen21.vae import VAE
-
-TINY = {"base_dim": 8, "decoder_base_dim": 12}
-
-
-def randomise(model: nn.Module, seed: int) -> None:
-    """Gains near 1, so that no layer fades out; gammas around 1, biases not zero."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        noise = torch.randn(parameter.shape, generator=generator)
-        if "gamma" in name:
-            noise = 1 + 0.3 * noise
-        elif parameter.dim() == 1:
-            noise = 0.2 * noise
-        else:
-            noise = noise / parameter[0].numel() ** 0.5
-        parameter.data.copy_(noise)
+from tests import tiny
 
 
 def pair(seed: int = 0, **config) -> tuple[AutoencoderKLQwenImage21, VAE]:
-    reference = AutoencoderKLQwenImage21(**{**TINY, **config}).eval().requires_grad_(False)
-    randomise(reference, seed)
+    sizes = {"base_dim": 8, "decoder_base_dim": 12, **config}
+    reference = tiny.randomise(AutoencoderKLQwenImage21(**sizes), seed).requires_grad_(False)
     ours = VAE(VAEConfig.from_diffusers(reference.config)).eval()
     ours.load_state_dict({k: v for k, v in reference.state_dict().items() if "time_conv" not in k}, strict=True)
     return reference, ours
