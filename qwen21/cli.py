@@ -1,4 +1,4 @@
-"""The command line: generate, inspect, demo. A user's mistake is one line on stderr and exit code 2."""
+"""The command line: generate, run, inspect, demo. A user's mistake is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ def build_parser() -> Parser:
     parser = Parser(prog="python -m qwen21", description="Qwen-Image 2.1 without ComfyUI.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_generate(commands.add_parser("generate", help="paint a picture, or edit some", allow_abbrev=False))
+    run_help = "run a workflow in API format on a running ComfyUI"
+    _add_run(commands.add_parser("run", help=run_help, allow_abbrev=False))
     inspect = commands.add_parser("inspect", help="say what a checkpoint file or folder is", allow_abbrev=False)
     inspect.add_argument("path", metavar="FILE|FOLDER", type=Path)
     inspect.set_defaults(run=run_inspect)
@@ -154,6 +156,19 @@ def _add_generate(p: argparse.ArgumentParser) -> None:
     output.add_argument("--save-latent", metavar="FILE.safetensors", type=Path)
     output.add_argument("--repeat", metavar="N", type=int, default=1, help="not yet")
     output.add_argument("--session", metavar="JOBS.json", type=Path, help="not yet")
+
+
+def _add_run(p: argparse.ArgumentParser) -> None:
+    p.set_defaults(run=run_workflow)
+    p.add_argument("file", metavar="FILE", type=Path, help="workflow in API format: in ComfyUI, File > Export (API)")
+    p.add_argument("--server", metavar="URL", default="http://127.0.0.1:8188", help="default %(default)s")
+    several = {"nargs": "+", "action": "extend", "default": []}
+    node = "NODE is a node's id, class or title"
+    p.add_argument("--set", metavar="NODE.INPUT=VALUE", **several, help=f"{node}; VALUE is JSON, or else a string")
+    picture = "upload a picture into an input; NODE alone means its input `image`, which LoadImage has"
+    p.add_argument("--image", metavar="NODE.INPUT=FILE", **several, help=picture)
+    p.add_argument("--out", metavar="DIR", type=Path, default=Path("."), help="folder for the outputs, default here")
+    p.add_argument("--verbose", action="store_true", help="show the texts of nodes, and tracebacks, on stderr")
 
 
 def _size(text: str) -> tuple[int, int]:
@@ -297,6 +312,12 @@ class ProgressBar:
     def _show(self, text: str) -> None:
         print("\r" + text.ljust(self._length), end="", file=sys.stderr, flush=True)
         self._length = len(text)
+
+
+def run_workflow(a: argparse.Namespace) -> int:
+    from .comfy_client.run import Job, run
+
+    return run(Job(a.file, a.server, tuple(a.set), tuple(a.image), a.out, a.verbose), ProgressBar)
 
 
 def run_inspect(a: argparse.Namespace) -> int:

@@ -169,6 +169,7 @@ class DiT(nn.Module):
         slots: Sequence[int] = (),
         *,
         storage: torch.device | str | None = None,
+        attend: AttentionFunction | None = None,
         check_cancel: Callable[[], None] = lambda: None,
     ) -> Prefix:
         """K and V of a prefix at t = 0, kept on the device `storage` (default: where the text states are).
@@ -182,11 +183,14 @@ class DiT(nn.Module):
         prefix = self._empty_prefix(layout, text.dtype, storage or text.device)
         _, modulation = self._modulate(torch.zeros((), device=text.device), text.dtype)
         for segment in layout.segments:
-            self._prefill_segment(prefix, segment, text, references, modulation, check_cancel)
+            self._prefill_segment(prefix, segment, text, references, modulation, attend or self.attend, check_cancel)
         return prefix
 
-    def denoise(self, target: Tensor, sigma: Tensor | float, prefix: Prefix) -> Tensor:
+    def denoise(
+        self, target: Tensor, sigma: Tensor | float, prefix: Prefix, *, attend: AttentionFunction | None = None
+    ) -> Tensor:
         """Velocity [B, C, h, w] of target [B, C, h, w] (normalised latents) at noise level sigma, given its prefix."""
+        attend = attend or self.attend
         grid = target.shape[-2:]
         segment = prefix.layout.target(tuple(grid))
         turn = self._rotation(segment, target.device)
@@ -195,7 +199,7 @@ class DiT(nn.Module):
         x = self.img_in(target.flatten(2).transpose(1, 2))  # [B, N, width]
         for layer, block in enumerate(self.transformer_blocks):
             q, k, v = block.project(x, modulation, turn)
-            x = block.finish(x, self.attend(q, *prefix.joined(layer, k, v)), modulation)
+            x = block.finish(x, attend(q, *prefix.joined(layer, k, v)), modulation)
         scale = 1 + self.norm_out["linear"](F.silu(embedding))[0]
         velocity = self.proj_out(F.layer_norm(x, x.shape[-1:], scale, eps=self.config.eps))
         return velocity.transpose(1, 2).unflatten(2, grid)
@@ -207,6 +211,7 @@ class DiT(nn.Module):
         text: Tensor,
         references: Sequence[Tensor],
         modulation: Modulation,
+        attend: AttentionFunction,
         check_cancel: Callable[[], None],
     ) -> None:
         causal = isinstance(segment, TextSegment)
@@ -221,7 +226,7 @@ class DiT(nn.Module):
             q, k, v = block.project(x, modulation, turn)
             k, v = prefix.extend(layer, segment.offset, k, v)
             if layer < last:  # nothing reads the last block's output: a prefix is its keys and values alone
-                x = block.finish(x, segment_attention(q, k, v, causal=causal, attend=self.attend), modulation)
+                x = block.finish(x, segment_attention(q, k, v, causal=causal, attend=attend), modulation)
 
     def _rotation(self, segment: Segment, device: torch.device) -> Tensor:
         return rotation(segment, self.config.rope_axes, self.config.rope_base, device)

@@ -100,6 +100,24 @@ def from_pixels(pixels: np.ndarray | torch.Tensor) -> Image.Image:
     return to_rgba(Image.fromarray(np.ascontiguousarray(array)))
 
 
+def to_pixels(image: Image.Image) -> torch.Tensor:
+    """Pixels [H, W, 4], floats in [0, 1], of an RGBA image: what `from_pixels` takes back."""
+    return torch.from_numpy(np.array(image).astype(np.float32) / 255.0)
+
+
+def with_mask(pixels: torch.Tensor, mask: torch.Tensor | None) -> Image.Image:
+    """RGBA image of pixels [H, W, C] in [0, 1] and a mask [h, w] of what is transparent (1), resized to the picture."""
+    image = from_pixels(pixels)
+    if mask is None:
+        return image
+    opacity = 1 - mask.detach().float().cpu()[None, None]
+    if opacity.shape[2:] != (image.height, image.width):
+        opacity = torch.nn.functional.interpolate(opacity, size=(image.height, image.width), mode="bilinear")
+    alpha = to_pixels(image)[..., 3] * opacity[0, 0].clamp(0, 1)
+    image.putalpha(Image.fromarray((alpha * 255).round().to(torch.uint8).numpy()))
+    return image
+
+
 def save_png(
     image: Image.Image | np.ndarray | torch.Tensor, path: str | os.PathLike[str], text: Mapping[str, str] | None = None
 ) -> None:

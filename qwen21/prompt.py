@@ -31,6 +31,7 @@ TEMPORAL_PATCH = 2  # frames per vision patch; a picture fills all with itself
 VISION_MERGE = SIZE_MULTIPLE // LATENT_PIXELS  # patches per vision token, each way
 
 Size = tuple[int, int]  # (width, height)
+FITS = ("resize", "mirror")  # how a reference meets the grid of 32 pixels
 
 
 class Tokenizer(Protocol):
@@ -107,20 +108,37 @@ def _floored(width: int, height: int) -> Canvas:
 class Reference:
     """A reference picture, resized once for both encoder and VAE.
 
-    `original` is the (width, height) before resizing, `image` the resized RGBA picture, `digest` names its pixels.
+    `original` is the (width, height) before resizing, `image` the resized RGBA picture, `digest` names its pixels,
+    `crop` the (width, height) of the picture itself from the top left: smaller than `image` where that was padded.
     """
 
     original: Size
     image: Image.Image
     digest: str
+    crop: Size
 
     @classmethod
-    def prepare(cls, image: Image.Image, resolution: int = DEFAULT_RESOLUTION) -> Reference:
-        """From a picture of any mode and size. Resizing is Pillow's Lanczos in RGBA: premultiplied, 8-bit."""
+    def prepare(cls, image: Image.Image, resolution: int = DEFAULT_RESOLUTION, fit: str = "resize") -> Reference:
+        """From a picture of any mode and size. Resizing is Pillow's Lanczos in RGBA: premultiplied, 8-bit.
+
+        `fit` resize is the released rule: both sides to multiples of 32, which bends the picture by a few pixels.
+        mirror keeps its shape and pads right and bottom to the grid with its own mirror image.
+        """
+        if fit not in FITS:
+            raise UserError(f"fit is {fit!r}, expected one of {', '.join(FITS)}")
         rgba = to_rgba(image)
-        resized = rgba.resize(reference_size(*rgba.size, resolution), Image.Resampling.LANCZOS)
+        size = reference_size(*rgba.size, resolution)
+        crop = size if fit == "resize" else _unbent(rgba.size, resolution)
+        resized = rgba.resize(crop, Image.Resampling.LANCZOS)
+        if fit == "mirror":
+            resized = _mirrored(resized)
         digest = hashlib.sha256(f"{resized.width}x{resized.height}:".encode() + resized.tobytes()).hexdigest()
-        return cls(rgba.size, resized, digest)
+        return cls(rgba.size, resized, digest, crop)
+
+    @property
+    def tokens(self) -> int:
+        """Vision tokens: each covers 2 x 2 latent cells."""
+        return self.width * self.height // VISION_MERGE**2
 
     @property
     def over_white(self) -> Image.Image:
@@ -140,12 +158,26 @@ class Reference:
         return self.image.height // LATENT_PIXELS
 
 
+def _unbent(size: Size, resolution: int) -> Size:
+    """About resolution x resolution pixels in exactly the shape of `size`, to a pixel."""
+    scale = math.sqrt(resolution * resolution / math.prod(size))
+    width, height = (max(1, round(side * scale)) for side in size)
+    return width, height
+
+
+def _mirrored(image: Image.Image) -> Image.Image:
+    """Padded right and bottom to multiples of 32 by mirroring, edge pixels repeated."""
+    padding = [(0, -side % SIZE_MULTIPLE) for side in (image.height, image.width)]
+    return Image.fromarray(np.pad(np.asarray(image), [*padding, (0, 0)], mode="symmetric"))
+
+
 def prepare_references(images: Sequence[Image.Image], resolution: int = DEFAULT_RESOLUTION) -> list[Reference]:
-    _check_count(len(images))
+    check_count(len(images))
     return [Reference.prepare(image, resolution) for image in images]
 
 
-def _check_count(n_references: int) -> None:
+def check_count(n_references: int) -> None:
+    """`UserError` above the ten references the model takes."""
     if n_references > MAX_REFERENCES:
         raise UserError(f"got {n_references} references, at most {MAX_REFERENCES} are possible; leave some out")
 
@@ -186,7 +218,7 @@ class Special:
 
 def template(prompt: str, n_references: int = 0) -> list[str | Special]:
     """The whole conversation as pieces: literal text, and special tokens. An empty prompt becomes one space."""
-    _check_count(n_references)
+    check_count(n_references)
     user = "user\n"
     turn: list[str | Special] = []
     for i in range(1, n_references + 1):

@@ -98,3 +98,37 @@ def make_schedule(
     if steps not in (None, full):
         warnings = (f"Turbo has {full} fixed steps: {kept} run, not {steps}; give a grid of your own with sigmas",)
     return Schedule(turbo_sigmas(config)[-(kept + 1) :], kind, warnings)
+
+
+def official_grid(
+    sigmas: Tensor, table: Tensor, tokens: int, *, turbo: bool = False, config: ScheduleConfig = ScheduleConfig()
+) -> tuple[Tensor, int] | None:
+    """The released grid in place of ComfyUI's `simple` one, and the number of steps it was cut from.
+
+    `sigmas` is what a sampler was given, `table` the model sampling's sigmas, rising. `simple` takes every
+    len(table) / steps-th of the table and never asks the model; whole grids and runs of their steps (partial denoise,
+    KSamplerAdvanced) are recognised, of several fits the one of fewest steps. None for any other grid, and for Turbo
+    at other than its own number of steps.
+    """
+    n = len(sigmas) - 1
+    given, table = sigmas.cpu().float(), table.cpu().float()
+    if n < 1:
+        return None
+    for steps in range(n, len(table) + 1):
+        indices = [-(1 + int(x * len(table) / steps)) for x in range(steps)]
+        grid = torch.cat([table[indices], torch.zeros(1)])
+        first = int((grid - given[0]).abs().argmin())
+        part = grid[first : first + n + 1].clone()
+        if len(part) == n + 1 and given[-1] == 0:
+            part[-1] = 0  # KSamplerAdvanced may end early and force the end to 0
+        if len(part) == n + 1 and torch.equal(part, given):
+            break
+    else:
+        return None
+    if turbo and steps != len(config.turbo_sigmas):
+        return None
+    whole = turbo_sigmas(config) if turbo else base_sigmas(steps, tokens, config)
+    result = whole[first : first + n + 1].clone()
+    if given[-1] == 0:
+        result[-1] = 0
+    return result.to(sigmas), steps

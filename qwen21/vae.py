@@ -298,7 +298,7 @@ class VAE(nn.Module):
     @torch.no_grad()
     def checked(self, x: Tensor, run: Callable[[Tensor], Tensor], *, decode: bool) -> Tensor:
         """`run(x)` in this VAE's dtype, once more in fp32 if a narrower one overflows; finite, or `UserError`."""
-        given, wanted = ("latents", "picture") if decode else ("picture", "latents")
+        given, wanted = ("latents", "pixels") if decode else ("pixels", "latents")
         self._require_input(x, given, decode)
 
         result = None
@@ -325,9 +325,7 @@ class VAE(nn.Module):
         if not x.is_floating_point():
             raise UserError(f"the VAE got {name} as {x.dtype}, expected floating point; convert them first")
         if not is_finite(x):
-            raise UserError(
-                f"the {name} given to the VAE has NaN or infinite values, expected finite ones; what made it failed"
-            )
+            raise UserError(f"the VAE got {name} with NaN or infinite values, expected finite; the step before failed")
 
     @contextmanager
     def _in_fp32(self, decode: bool) -> Iterator[None]:

@@ -69,16 +69,22 @@ def find_folder(folder: Path | str, tokenizer: Path | str | None = None) -> Mode
         raise UserError(
             f"{folder}: this folder holds a {pipeline or 'model without a class name'}, expected QwenImage21Pipeline"
         )
-    scheduler = folder / "scheduler" / "scheduler_config.json"
-    sigmas = _sample_sigmas(folder, index)
+    schedule, turbo = folder_schedule(folder)
     return ModelFiles(
         find_dit(folder / "transformer"),
         find_encoder(folder / "text_encoder"),
         find_vae(folder / "vae"),
         find_tokenizer(tokenizer or folder),
-        ScheduleConfig.from_diffusers(read_json(scheduler) if scheduler.exists() else {}, sigmas),
-        turbo=sigmas is not None,
+        schedule,
+        turbo,
     )
+
+
+def folder_schedule(folder: Path) -> tuple[ScheduleConfig, bool]:
+    """Schedule of a whole-model folder, and whether it is Turbo's: `sample_sigmas` mark it."""
+    sigmas = _sample_sigmas(folder, read_json(folder / "model_index.json"))
+    scheduler = folder / "scheduler" / "scheduler_config.json"
+    return ScheduleConfig.from_diffusers(read_json(scheduler) if scheduler.exists() else {}, sigmas), sigmas is not None
 
 
 def find_files(dit: Path | str, encoder: Path | str, vae: Path | str, tokenizer: Path | str | None) -> ModelFiles:
@@ -144,16 +150,19 @@ def load(
 
 
 def fill(module: nn.Module, part: Component, dtype: torch.dtype, device: torch.device | str) -> nn.Module:
-    """Give every parameter of `module` (on the meta device) its weights; returns it in eval mode.
+    """Give every parameter of `module` its weights; returns it in eval mode.
 
+    Which parameters there are is asked of a plain module of the same sizes: layers of a host may not have theirs yet.
     Raises `UserError` where one is missing or has another shape. Tensors the module has no place for are left unread.
     """
     sources = part.identity.sources
-    check_sources(module, part.checkpoint.path, sources)
+    halves = {"encoder": hasattr(module, "encoder")} if isinstance(module, VAE) else {}
+    plain = module_of(part.identity.kind, part.config, **halves)
+    check_sources(plain, part.checkpoint.path, sources)
     with part.checkpoint.reader() as reader, torch.no_grad():
-        for name, meta in list(module.named_parameters()):
+        for name, parameter in plain.named_parameters():
             source = sources[name]
-            value = reader.read(source.key, source.rows).reshape(meta.shape)
+            value = reader.read(source.key, source.rows).reshape(parameter.shape)
             # copy=True: a tensor that maps the file would crash the process if the file changed later
             _assign(module, name, value.to(device=device, dtype=dtype, copy=True))
     return module.eval()

@@ -124,14 +124,25 @@ def test_bf16_is_as_near_to_fp32_as_diffusers():
         assert (got - right).norm() < 0.1 * right.norm()
 
 
-def test_gammas_are_cast_at_use():
-    _, ours = pair()
-    pixels = picture(32, 32)
-    expected = ours.bfloat16().encode(pixels)
-    for name, parameter in ours.named_parameters():
-        if "gamma" in name:
-            parameter.data = parameter.data.float()
-    assert torch.equal(ours.encode(pixels), expected)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_norm_is_taken_in_fp32(dtype):
+    x = (torch.randn(2, 6, 3, 3) * 30_000).clamp(-65_000, 65_000).to(dtype)  # norms beyond fp16
+    norm = qwen21.vae.RMSNorm(6, 3)
+    norm.gamma.data = 1 + 0.3 * torch.randn(6, 1, 1, 1)
+    expected = nn.functional.normalize(x.float(), dim=1) * 6**0.5 * norm.gamma.to(dtype).float().squeeze(-1)
+    bound = 2 * torch.finfo(dtype).eps
+    with torch.no_grad():
+        assert relative(norm(x).float(), expected) < bound
+        copy = x.clone()
+        assert norm(copy, out=copy) is copy and torch.equal(copy, norm(x))
+    assert torch.equal(norm.to(dtype)(torch.zeros(1, 6, 1, 1, dtype=dtype)), torch.zeros(1, 6, 1, 1, dtype=dtype))
+
+
+def test_gammas_follow_the_input():
+    """ComfyUI leaves bare parameters where they are when it streams the weights of layers."""
+    norm = qwen21.vae.RMSNorm(6, 3).requires_grad_(False)
+    out = norm(torch.empty(1, 6, 2, 2, dtype=torch.bfloat16, device="meta"))
+    assert out.is_meta and out.dtype == torch.bfloat16
 
 
 class Shapes(TorchDispatchMode):
@@ -201,12 +212,13 @@ def test_decoder_alone(both):
     [
         ("encode", torch.zeros(1, 3, 16, 16), r"\[1, 3, 16, 16\], expected \[B, 4, H, W\]"),
         ("encode", torch.zeros(1, 4, 16, 24), "multiples of 16"),
+        ("encode", torch.zeros(1, 4, 24, 16), "multiples of 16"),
         ("encode", torch.zeros(1, 4, 1, 16, 16), r"\[1, 4, 1, 16, 16\]"),
         ("encode", torch.zeros(0, 4, 16, 16), r"\[0, 4, 16, 16\]"),
         ("encode", torch.zeros(1, 4, 16, 16, dtype=torch.uint8), "torch.uint8, expected floating"),
-        ("encode", torch.full((1, 4, 16, 16), float("nan")), "picture given"),
+        ("encode", torch.full((1, 4, 16, 16), float("nan")), "got pixels with NaN"),
         ("decode", torch.zeros(1, 16, 2, 2), r"expected \[B, 64, H, W\]"),
-        ("decode", torch.full((1, 64, 2, 2), float("inf")), "latents given"),
+        ("decode", torch.full((1, 64, 2, 2), float("inf")), "got latents with NaN"),
     ],
 )
 def test_bad_input_is_one_line(both, call, bad, message):
@@ -263,9 +275,10 @@ def test_broken_weights_are_an_error(call, dtype, monkeypatch):
     assert snapshot(ours) == before and ours.dtype == dtype
 
 
-def test_infinity_is_not_clamped_to_white():
+@pytest.mark.parametrize("value", [float("inf"), -float("inf")])
+def test_infinity_is_not_clamped(value):
     _, ours = pair()
-    ours.decoder.conv_out.bias.data[3] = float("inf")
+    ours.decoder.conv_out.bias.data[3] = value
     with pytest.raises(UserError, match="NaN or infinite"):
         ours.decode(latent(1, 2))
 

@@ -1,0 +1,27 @@
+"""ComfyUI nodes for Qwen-Image 2.1: thin adapters, one file per stage. The computing is the library's."""
+
+from comfy_api.latest import ComfyExtension, io
+
+from .encode import Qwen21EncodePrompt
+from .latent import Qwen21EmptyLatent, Qwen21Schedule
+from .load import Qwen21LoadDiT, Qwen21LoadEncoder, Qwen21LoadVAE
+from .references import Qwen21AddReference, Qwen21SpliceReferences
+from .sample import Qwen21PrefixCache, Qwen21Sampler
+
+NODES: list[type[io.ComfyNode]] = [
+    Qwen21LoadDiT,
+    Qwen21LoadEncoder,
+    Qwen21LoadVAE,
+    Qwen21AddReference,
+    Qwen21EncodePrompt,
+    Qwen21SpliceReferences,
+    Qwen21EmptyLatent,
+    Qwen21Schedule,
+    Qwen21Sampler,
+    Qwen21PrefixCache,
+]
+
+
+class Qwen21Extension(ComfyExtension):
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return NODES

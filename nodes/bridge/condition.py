@@ -1,0 +1,105 @@
+"""CONDITIONING as the transformer reads it: text states, reference latents and slots behind one opaque value."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...qwen21.errors import UserError
+from ...qwen21.prefix import Prefix
+from ...qwen21.sequence import settle_slots
+
+log = logging.getLogger(__name__)
+
+SLOTS, LATENTS = "image_slots", "reference_latents"  # the keys that core's own Qwen-Image 2.1 nodes use
+PADS = "qwen21_image_pads"  # (start, length) of each reference's vision tokens, where they stay in the states
+REPORT = "qwen21_report"  # what the encoder did, for the sampler's report
+
+
+@dataclass(eq=False)
+class Condition:
+    """One side of the guidance for one run: texts [T, W], normalised latents [64, h, w], slots, and its prefixes.
+
+    Without attributes `dtype` or `device`: ComfyUI would cast it like a tensor.
+    """
+
+    texts: list[Tensor]
+    references: list[Tensor]
+    slots: tuple[int, ...]
+    key: str
+    stable: bool = True  # False where hooks may change weights between steps, so that no prefix outlives its step
+    prefixes: dict[int, Prefix] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> int:
+        """Prefix tokens of the longest text."""
+        return max(len(text) for text in self.texts) + sum(r.shape[-1] * r.shape[-2] for r in self.references)
+
+    def rows(self, batch: int) -> Iterator[tuple[int, list[int]]]:
+        """Each text with the rows of the batch that it conditions; texts repeat over the batch."""
+        for text in range(min(len(self.texts), batch)):
+            yield text, list(range(text, batch, len(self.texts)))
+
+
+def condition_of(cond: Mapping[str, Any], normalise: Callable[[Tensor], Tensor]) -> Condition:
+    """From the entries of one CONDITIONING. `UserError` where slots and latents do not agree."""
+    states = cond.get("cross_attn")
+    if states is None:
+        raise UserError("the conditioning holds no text states; wire Qwen21EncodePrompt into the sampler")
+    texts = [_kept(row, cond.get("attention_mask"), i) for i, row in enumerate(states)]
+    references = [normalise(_latent(latent, i)) for i, latent in enumerate(cond.get(LATENTS) or [], 1)]
+    slots, warning = settle_slots(_slots(cond), len(references), len(texts[0]))
+    if warning:
+        log.warning("Qwen-Image 2.1: %s", warning)
+    references = [reference[0] for reference in references]
+    stable = cond.get("hooks") is None
+    return Condition(texts, references, slots, _digest([*texts, *references], slots), stable)
+
+
+def prefix_tokens(cond: Mapping[str, Any]) -> int:
+    """Prefix tokens of a CONDITIONING's entries, for memory estimates."""
+    states = cond.get("cross_attn")
+    text = 0 if states is None else states.shape[1]
+    return text + sum(latent.shape[-1] * latent.shape[-2] for latent in cond.get(LATENTS) or [])
+
+
+def _slots(cond: Mapping[str, Any]) -> list[int]:
+    slots = cond.get(SLOTS)
+    if slots is None:
+        return []
+    return [int(slot) for slot in torch.as_tensor(slots).flatten().tolist()]
+
+
+def _kept(states: Tensor, mask: Tensor | None, row: int) -> Tensor:
+    """States [T, W] without padding, where an encoder marked some."""
+    if mask is None:
+        return states
+    return states[mask[min(row, len(mask) - 1)].bool().to(states.device)]
+
+
+def _latent(latent: Tensor, index: int) -> Tensor:
+    """[1, 64, h, w], from that or with a frame axis of one."""
+    if latent.ndim == 5 and latent.shape[2] == 1:
+        latent = latent[:, :, 0]
+    if latent.ndim != 4 or latent.shape[1] != 64 or latent.shape[0] != 1:
+        raise UserError(
+            f"reference latent {index} has shape {list(latent.shape)}, expected [1, 64, height, width]; encode it with "
+            "the Qwen-Image 2.1 VAE, one picture each"
+        )
+    return latent
+
+
+def _digest(tensors: list[Tensor], slots: tuple[int, ...]) -> str:
+    """Content of a condition: equal ones run as one batch."""
+    digest = hashlib.blake2b(repr(slots).encode(), digest_size=16)
+    for tensor in tensors:
+        data = tensor.detach().cpu().contiguous()
+        digest.update(f"{tuple(data.shape)}{data.dtype}".encode())
+        digest.update(data.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

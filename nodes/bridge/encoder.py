@@ -1,0 +1,96 @@
+"""The text encoder between ComfyUI's memory management and the library: the one type of our own."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import comfy.ops
+import folder_paths
+import torch
+
+from ...qwen21.checkpoint.load import fill, find_encoder, module_of
+from ...qwen21.errors import UserError
+from ...qwen21.prompt import Reference
+from .host import DTYPES, check_cancel, patcher_class
+
+KEPT_FEATURES = 16  # vision features remembered by the content of their pixels
+DEVICES = ["default", "cpu"]
+
+
+class Qwen21Encoder:
+    """Qwen3-VL and its tokenizer. `patcher` is what ComfyUI's memory management and caches know."""
+
+    def __init__(self, patcher: Any, tokenizer: Any, name: str, weights: str) -> None:
+        self.patcher = patcher
+        self.tokenizer = tokenizer
+        self.name = name
+        self.weights = weights
+        self._features: OrderedDict[str, Any] = OrderedDict()
+
+    def encode(self, prompt: str, references: Sequence[Reference] = (), keep_image_pads: bool = False) -> Any:
+        """`TextStates` of a prompt behind its references, on the intermediate device."""
+        module, device = self.patcher.model, self.patcher.load_device
+        tokens = sum(r.width * r.height // 4 for r in references) + len(prompt)
+        needed = tokens * module.config.text.mlp_width * 6 * module.compute_dtype.itemsize
+        comfy.model_management.load_models_gpu([self.patcher], memory_required=needed)
+        text = module.encode(
+            self.tokenizer,
+            prompt,
+            references,
+            device=device,
+            keep_image_pads=keep_image_pads,
+            features=self._features,
+            check_cancel=check_cancel,
+        )
+        for reference in references:
+            self._features.move_to_end(reference.digest)
+        while len(self._features) > KEPT_FEATURES:
+            self._features.popitem(last=False)
+        if not bool(torch.isfinite(text.states).all()):
+            raise UserError(f"{self.name}: the text states are not finite; the file is damaged, or try dtype fp32")
+        return text
+
+
+def load_encoder(path: str, dtype: str = "default", device: str = "default", disable_dynamic: bool = False) -> Any:
+    """The encoder of a file or component folder, with the tokenizer found beside it or in ComfyUI."""
+    from ...qwen21.tokenizer import load_tokenizer
+
+    part = find_encoder(Path(path))
+    load_device = torch.device("cpu") if device == "cpu" else comfy.model_management.text_encoder_device()
+    weights = DTYPES.get(dtype) or DTYPES[part.identity.quantization]
+    compute = weights if comfy.model_management.should_use_bf16(load_device) else torch.float32
+    if weights == torch.float32:
+        compute = torch.float32
+    module = module_of("encoder", part.config, comfy.ops.manual_cast, weights)
+    module.compute_dtype = compute
+    offload_device = comfy.model_management.text_encoder_offload_device()
+    fill(module, part, weights, offload_device)
+    patcher = patcher_class(disable_dynamic)(module, load_device=load_device, offload_device=offload_device)
+    patcher.cached_patcher_init = (_encoder_patcher, (path, dtype, device))
+    tokenizer = load_tokenizer(_tokenizer_folder(Path(path), part.config.text.vocabulary))
+    return Qwen21Encoder(patcher, tokenizer, part.checkpoint.path.name, part.identity.quantization)
+
+
+def _encoder_patcher(path: str, dtype: str, device: str, disable_dynamic: bool = False) -> Any:
+    return load_encoder(path, dtype, device, disable_dynamic).patcher
+
+
+def _tokenizer_folder(path: Path, vocabulary: int) -> Path:
+    """The tokenizer of an encoder: in its whole-model folder, in a folder of its file's name, or ComfyUI's own."""
+    from ...qwen21.tokenizer import find_tokenizer
+
+    comfy_own = Path(comfy.__path__[0]) / "text_encoders" / "qwen25_tokenizer"
+    for candidate in (path.parent, path.with_suffix(""), comfy_own):
+        try:
+            return find_tokenizer(candidate)
+        except UserError:
+            continue
+    models = folder_paths.get_folder_paths("text_encoders")[0]
+    raise UserError(
+        f"no tokenizer of {vocabulary} tokens found beside {path.name} or in ComfyUI; put the model's processor/ folder "
+        f"at {Path(models).name}/{path.stem}/"
+    )

@@ -1,0 +1,72 @@
+"""ComfyUI's services: model folders, interrupts, free memory, dtypes by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import comfy.model_management
+import comfy.model_patcher
+import folder_paths
+import torch
+
+from ...qwen21.checkpoint.files import read_json
+from ...qwen21.checkpoint.load import COMPONENTS
+from ...qwen21.errors import UserError
+
+FOLDERS = {"dit": "diffusion_models", "encoder": "text_encoders", "vae": "vae"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPE_NAMES = ["default", *DTYPES]
+NOTHING = "(no file found)"
+
+
+def check_cancel() -> None:
+    """Raise ComfyUI's own exception if the user pressed stop."""
+    comfy.model_management.throw_exception_if_processing_interrupted()
+
+
+def patcher_class(disable_dynamic: bool = False) -> type:
+    """The patcher core's loaders use here: newer versions stream weights on NVIDIA."""
+    plain = comfy.model_patcher.ModelPatcher
+    return plain if disable_dynamic else getattr(comfy.model_patcher, "CoreModelPatcher", plain)
+
+
+def free_bytes(patcher: comfy.model_patcher.ModelPatcher, device: torch.device) -> int:
+    """Free memory of a device. The patcher is asked where it can tell: under dynamic VRAM the raw device looks full."""
+    ask = getattr(patcher, "get_free_memory", None)
+    return int(ask(device) if ask else comfy.model_management.get_free_memory(device))
+
+
+def choices(slot: str) -> list[str]:
+    """What a loader's combo lists: files of the slot's folder, then whole-model folders, marked by a final slash."""
+    files = [name for name in folder_paths.get_filename_list(FOLDERS[slot]) if name.endswith(".safetensors")]
+    return [*files, *[f"{name}/" for name in _model_folders()]] or [NOTHING]
+
+
+def find(slot: str, choice: str) -> Path:
+    """The file or component folder of a combo's choice; `UserError` unless it is listed now."""
+    if choice == NOTHING:
+        where = FOLDERS[slot]
+        raise UserError(f"no model found: put the file into ComfyUI's models/{where}, then refresh the node list (R)")
+    if choice not in choices(slot):
+        raise UserError(f"{choice!r} is not among the files of models/{FOLDERS[slot]}; choose one that is listed")
+    if choice.endswith("/"):
+        component = {slot: name for name, slot in COMPONENTS.items()}[slot]
+        return _model_folders()[choice.rstrip("/")] / component
+    return Path(folder_paths.get_full_path_or_raise(FOLDERS[slot], choice))
+
+
+def _model_folders() -> dict[str, Path]:
+    """Whole Qwen-Image 2.1 models in the diffusers layout below ComfyUI's `diffusers` folders, by name."""
+    found: dict[str, Path] = {}
+    for root in folder_paths.get_folder_paths("diffusers"):
+        for index in sorted(Path(root).glob("*/model_index.json")):
+            if _is_ours(index):
+                found.setdefault(index.parent.name, index.parent)
+    return found
+
+
+def _is_ours(index: Path) -> bool:
+    try:
+        return str(read_json(index).get("_class_name", "")).startswith("QwenImage21")
+    except UserError:
+        return False

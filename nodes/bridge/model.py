@@ -1,0 +1,297 @@
+"""The transformer as a ComfyUI MODEL: patchable, partly loadable, sampled by ComfyUI's own stack."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from pathlib import Path
+from typing import Any
+
+import comfy.conds
+import comfy.latent_formats
+import comfy.model_base
+import comfy.model_management
+import comfy.patcher_extension
+import comfy.sample
+import comfy.supported_models_base
+import torch
+from comfy.ldm.modules.attention import optimized_attention
+from torch import Tensor
+
+from ...qwen21.attention import sdpa
+from ...qwen21.checkpoint.load import Component, fill, find_dit, folder_schedule
+from ...qwen21.config import LATENT_PIXELS, LATENTS_MEAN, LATENTS_STD, ScheduleConfig
+from ...qwen21.dit import DiT
+from ...qwen21.errors import UserError
+from ...qwen21.prefix import Prefix, prefix_bytes
+from ...qwen21.schedule import official_grid
+from .condition import Condition, condition_of, prefix_tokens
+from .host import DTYPES, check_cancel, patcher_class
+
+log = logging.getLogger(__name__)
+
+OPTIONS = "qwen21_prefix"  # in transformer_options: {"cache": bool, "device": auto | gpu | cpu}
+UNSUPPORTED_PATCHES = ("single_block", "post_input", "attn1_patch", "double_block")
+
+
+class _Channels(int):
+    """64, but refusing to be compared with the 4 or 16 channels of another model's empty latent.
+
+    ComfyUI 0.3.64 repeats such a latent to 64 channels at an eighth of the pixels, which silently doubles the picture.
+    Newer versions know the ratio and resize it. The comparison is the only question either asks.
+    """
+
+    def __ne__(self, other: object) -> bool:
+        if other in (4, 16) and "downscale_ratio_spacial" not in _fix_parameters():
+            raise UserError(
+                f"the latent has {other} channels, Qwen-Image 2.1 has 64; make it with the node Qwen21EmptyLatent, or "
+                "take the latent of Qwen21EncodePrompt"
+            )
+        return int(self) != other
+
+    __hash__ = int.__hash__
+
+
+def _fix_parameters() -> list[str]:
+    return list(inspect.signature(comfy.sample.fix_empty_latent_channels).parameters)
+
+
+class Qwen21LatentFormat(comfy.latent_formats.LatentFormat):
+    """Raw latents outside, normalised ones for the transformer."""
+
+    latent_channels = _Channels(64)
+    latent_dimensions = 2
+    spacial_downscale_ratio = LATENT_PIXELS
+
+    def __init__(self) -> None:
+        self.mean = torch.tensor(LATENTS_MEAN).view(1, -1, 1, 1)
+        self.std = torch.tensor(LATENTS_STD).view(1, -1, 1, 1)
+        # No released factors exist. Each colour is the mean of a third of the channels: enough to see shapes form.
+        third = [[0.06 * (channel % 3 == colour) for colour in range(3)] for channel in range(64)]
+        self.latent_rgb_factors = third
+
+    def process_in(self, latent: Tensor) -> Tensor:
+        return (latent - self.mean.to(latent)) / self.std.to(latent)
+
+    def process_out(self, latent: Tensor) -> Tensor:
+        return latent * self.std.to(latent) + self.mean.to(latent)
+
+
+class Qwen21Config(comfy.supported_models_base.BASE):
+    unet_config: dict[str, Any] = {}
+    unet_extra_config: dict[str, Any] = {}
+    # multiplier 1: the transformer takes sigma itself and rounds it as the released pipeline does
+    sampling_settings = {"multiplier": 1.0, "shift": 2.0}
+    memory_usage_factor = 1.8
+    supported_inference_dtypes = [torch.bfloat16, torch.float32]
+    latent_format = Qwen21LatentFormat
+
+
+class ComfyDiT(DiT):
+    """The library's transformer behind the call that ComfyUI's base models make."""
+
+    def __init__(self, config: Any, *, dtype: torch.dtype, device: Any, operations: Any, **_: Any) -> None:
+        super().__init__(config, operations=operations, dtype=dtype, device=device)
+        self.dtype = dtype
+
+    def forward(
+        self,
+        x: Tensor,
+        timestep: Tensor,
+        context: Tensor | None = None,
+        control: Any = None,
+        transformer_options: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Tensor:
+        options = transformer_options or {}
+        wrappers = comfy.patcher_extension.get_all_wrappers(comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, options)
+        executor = comfy.patcher_extension.WrapperExecutor.new_class_executor(self._forward, self, wrappers)
+        return executor.execute(x, timestep, context, control, options, **kwargs)
+
+    @torch.compiler.disable
+    def _forward(
+        self, x: Tensor, timestep: Tensor, context: Any, control: Any, options: dict[str, Any], **kwargs: Any
+    ) -> Tensor:
+        """Velocity [B, 64, h, w]. Rows of the batch share the prefix of their condition."""
+        condition = kwargs.get("qwen21")
+        _refuse_unsupported(control, options, condition)
+        settings = options.get(OPTIONS, {})
+        velocity = torch.empty_like(x)
+        for row, rows in condition.rows(x.shape[0]):
+            prefix = self._prefix(condition, row, x, options, settings)
+            velocity[rows] = self.denoise(x[rows], timestep[0], prefix, attend=_attention(options))
+        return velocity
+
+    def _prefix(
+        self, condition: Condition, row: int, x: Tensor, options: dict[str, Any], settings: dict[str, Any]
+    ) -> Prefix:
+        """The prefix of one text of the condition, computed in the first step of a run and dropped with its condition."""
+        cached = settings.get("cache", True) and condition.stable
+        if cached and row in condition.prefixes:
+            return condition.prefixes[row]
+        prefix = self.prefill(
+            condition.texts[row].to(x),
+            [latent.to(x) for latent in condition.references],
+            condition.slots,
+            storage=self._storage(condition, x, settings),
+            attend=_attention(options),
+            check_cancel=check_cancel,
+        )
+        if cached:
+            condition.prefixes[row] = prefix
+        return prefix
+
+    def _storage(self, condition: Condition, x: Tensor, settings: dict[str, Any]) -> torch.device:
+        """Where the prefix is kept: `auto` is the GPU while half of its free memory holds it, else RAM."""
+        where = settings.get("device", "auto")
+        if where == "cpu" or x.device.type == "cpu":
+            return torch.device("cpu")
+        c = self.config
+        needed = prefix_bytes(condition.tokens, c.layers, c.heads, c.head_dim, x.dtype)
+        free = comfy.model_management.get_free_memory(x.device)
+        return x.device if where == "gpu" or needed <= free // 2 else torch.device("cpu")
+
+
+def _refuse_unsupported(control: Any, options: dict[str, Any], condition: Condition | None) -> None:
+    if condition is None:
+        raise UserError("the Qwen-Image 2.1 MODEL got no conditioning; wire Qwen21EncodePrompt into positive")
+    if control is not None:
+        raise UserError("ControlNets do not exist for Qwen-Image 2.1; remove the Apply ControlNet node")
+    patches = [*options.get("patches", {}), *options.get("patches_replace", {}).get("dit", {})]
+    replaced = bool(options.get("patches_replace", {}).get("dit"))
+    named = [name for name in UNSUPPORTED_PATCHES if name in patches]
+    if replaced or named:
+        what = ", ".join(named) or "patches_replace.dit"
+        raise UserError(
+            f"a node patches the transformer's blocks ({what}), which this MODEL does not support: its prefix is "
+            "computed apart from its steps; remove that node"
+        )
+
+
+def _attention(options: dict[str, Any]) -> Any:
+    """ComfyUI's chosen attention, overrides included; masked text stays with PyTorch's, which handles masks right."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        if mask is not None or causal:
+            return sdpa(q, k, v, mask=mask, causal=causal)
+        return optimized_attention(
+            q, k, v, q.shape[1], skip_reshape=True, skip_output_reshape=True, transformer_options=options
+        )
+
+    return attend
+
+
+class OpaqueCond(comfy.conds.CONDRegular):
+    """A condition ComfyUI neither copies per row nor concatenates: equal ones share a batch, others run apart."""
+
+    def process_cond(self, batch_size: int, **kwargs: Any) -> OpaqueCond:
+        return self
+
+    def can_concat(self, other: OpaqueCond) -> bool:
+        return self.cond.key == other.cond.key
+
+    def concat(self, others: list[OpaqueCond]) -> Condition:
+        return self.cond
+
+    def size(self) -> list[int]:
+        return [1, 1, self.cond.tokens]
+
+
+# core maps LoRA keys with a `transformer.` prefix, or with none, by this class alone
+_LoraBase = getattr(comfy.model_base, "QwenImage21", comfy.model_base.QwenImage)
+
+
+class Qwen21Model(_LoraBase):
+    """BaseModel of our transformer. `part` says which file it is, `turbo` whether its name or folder says Turbo."""
+
+    def __init__(self, model_config: Qwen21Config, part: Component, turbo: bool, schedule: ScheduleConfig) -> None:
+        comfy.model_base.BaseModel.__init__(
+            self, model_config, comfy.model_base.ModelType.FLOW, device="meta", unet_model=ComfyDiT
+        )
+        self.part, self.turbo, self.schedule = part, turbo, schedule
+        self.plain_sampling = self.model_sampling
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return self.manual_cast_dtype or self.get_dtype()
+
+    def extra_conds(self, **kwargs: Any) -> dict[str, Any]:
+        return {"qwen21": OpaqueCond(condition_of(kwargs, self.process_latent_in))}
+
+    def extra_conds_shapes(self, **kwargs: Any) -> dict[str, list[int]]:
+        return {"qwen21": [1, 1, prefix_tokens(kwargs)]}
+
+    def memory_required(self, input_shape: list[int], cond_shapes: dict[str, list[list[int]]] | None = None) -> int:
+        """Bytes of a step's activations, of the prefixes it reads, and of one layer's joined keys and values."""
+        c, dtype = self.diffusion_model.config, self.compute_dtype
+        tokens = input_shape[0] * input_shape[-1] * input_shape[-2]
+        prefixes = [shape[-1] for shape in (cond_shapes or {}).get("qwen21", [])]
+        longest = max(prefixes, default=0)
+        activations = (tokens + longest) * (8 * c.width + 3 * c.mlp_width) * dtype.itemsize
+        joined = 2 * (tokens + input_shape[0] * longest) * c.width * dtype.itemsize
+        kept = sum(prefix_bytes(p, c.layers, c.heads, c.head_dim, dtype) for p in prefixes)
+        return activations + joined + kept
+
+
+def load_model(path: str, dtype: str = "default", disable_dynamic: bool = False) -> Any:
+    """A patcher with the transformer of a file or component folder. `dtype` is default, bf16, fp16 or fp32."""
+    part = find_dit(Path(path))
+    turbo, schedule = _schedule_of(part)
+    weights = DTYPES.get(dtype) or DTYPES[part.identity.quantization]
+    supported = list(Qwen21Config.supported_inference_dtypes) + ([torch.float16] if weights == torch.float16 else [])
+    load_device = comfy.model_management.get_torch_device()
+    offload_device = comfy.model_management.unet_offload_device()
+    config = Qwen21Config({"image_model": "qwen_image21", "config": part.config})
+    config.set_inference_dtype(weights, comfy.model_management.unet_manual_cast(weights, load_device, supported))
+    model = Qwen21Model(config, part, turbo, schedule)
+    fill(model.diffusion_model, part, weights, offload_device)
+    archive = getattr(comfy.model_management, "archive_model_dtypes", None)  # newer versions remember dtypes per layer
+    if archive:
+        archive(model.diffusion_model)
+    model.device = offload_device
+    patcher = patcher_class(disable_dynamic)(model, load_device=load_device, offload_device=offload_device)
+    patcher.cached_patcher_init = (load_model, (path, dtype))
+    patcher.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.OUTER_SAMPLE, "qwen21", _use_official_grid)
+    return patcher
+
+
+def _schedule_of(part: Component) -> tuple[bool, ScheduleConfig]:
+    """Turbo and schedule numbers, from the whole-model folder around a component, else from the file's name."""
+    folder = part.checkpoint.path.parent
+    if part.checkpoint.path.is_dir() and (folder / "model_index.json").exists():
+        schedule, turbo = folder_schedule(folder)
+        return turbo, schedule
+    return part.identity.turbo_hint, ScheduleConfig()
+
+
+def _use_official_grid(executor: Any, noise: Tensor, latent_image: Tensor, sampler: Any, sigmas: Tensor, *rest, **kw):
+    """KSampler never asks a model for sigmas: its `simple` grid becomes the released one of this size."""
+    patcher = executor.class_obj.model_patcher
+    model = patcher.model
+    if isinstance(model, Qwen21Model) and patcher.get_model_object("model_sampling") is model.plain_sampling:
+        tokens = noise.shape[-1] * noise.shape[-2]
+        found = official_grid(sigmas, model.plain_sampling.sigmas, tokens, turbo=model.turbo, config=model.schedule)
+        if found:
+            kind = "Turbo" if model.turbo else "base"
+            log.info("Qwen-Image 2.1: the simple grid became the %s schedule of %d steps", kind, found[1])
+            sigmas = found[0]
+        else:
+            log.info("Qwen-Image 2.1: sampling the given sigmas as they are")
+    return executor(noise, latent_image, sampler, sigmas, *rest, **kw)
+
+
+def is_ours(patcher: Any) -> bool:
+    return isinstance(patcher.model, Qwen21Model)
+
+
+def is_cores(patcher: Any) -> bool:
+    """Core's own Qwen-Image 2.1 MODEL (0.37 and newer)."""
+    return type(patcher.model).__name__ == "QwenImage21"
+
+
+def with_prefix_options(patcher: Any, cache: bool, device: str) -> Any:
+    """A clone that keeps its prefixes as asked."""
+    clone = patcher.clone()
+    options = {"cache": cache, "device": device}
+    clone.model_options["transformer_options"] = clone.model_options["transformer_options"] | {OPTIONS: options}
+    return clone

@@ -1,0 +1,173 @@
+"""The VAE as ComfyUI's nodes use one: decode to IMAGE, encode from it, whole or tiled."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import comfy.model_management
+import comfy.ops
+import torch
+from torch import Tensor
+
+from ...qwen21 import tiling
+from ...qwen21.checkpoint.load import fill, find_vae, module_of
+from ...qwen21.config import LATENT_PIXELS
+from ...qwen21.errors import UserError
+from ...qwen21.images import to_vae_pixels
+from ...qwen21.prompt import Reference
+from .host import DTYPES, check_cancel, free_bytes, patcher_class
+
+ALPHA = ["auto", "keep", "over white"]
+KEPT_LATENTS = 16  # reference latents remembered by the content of their pixels
+
+
+class Qwen21VAE:
+    """A `VAE` for ComfyUI: raw latents [B, 64, h, w] and pictures [B, H, W, 3 or 4] in [0, 1]."""
+
+    latent_channels = 64
+    latent_dim = 2
+    output_channels = 4
+    downscale_ratio = LATENT_PIXELS
+    upscale_ratio = LATENT_PIXELS
+    not_video = True
+
+    def __init__(self, patcher: Any, dtype: torch.dtype, alpha: str, name: str) -> None:
+        self.patcher = patcher
+        self.first_stage_model = patcher.model
+        self.vae_dtype = dtype
+        self.device = patcher.load_device
+        self.output_device = comfy.model_management.intermediate_device()
+        self.alpha = alpha
+        self.name = name
+        self._latents: OrderedDict[str, Tensor] = OrderedDict()
+
+    def decode(self, samples: Tensor, vae_options: dict | None = None) -> Tensor:
+        """Pictures of raw latents; RGB or RGBA as the loader's `alpha` says."""
+        budget = self._load(samples, decode=True)
+        return self._picture(lambda z: tiling.decode(self._vae, z, budget, check_cancel=check_cancel), samples)
+
+    def decode_tiled(self, samples: Tensor, tile_x: int = 64, tile_y: int = 64, **_: Any) -> Tensor:
+        """As `decode`, in tiles of the smaller of both sizes (in latent cells). Exact, so no overlap is needed."""
+        self._load(samples, decode=True)
+        tile = max(1, min(tile_x, tile_y))
+        return self._picture(lambda z: tiling.decode_tiled(self._vae, z, tile, check_cancel), samples)
+
+    def encode(self, pixel_samples: Tensor) -> Tensor:
+        """Raw latents of pictures [B, H, W, C]; without alpha they are opaque. Sides are cropped to multiples of 16."""
+        pixels = self._pixels(pixel_samples)
+        budget = self._load(pixels, decode=False)
+        return self._latent(lambda x: tiling.encode(self._vae, x, budget, check_cancel=check_cancel), pixels)
+
+    def encode_tiled(self, pixel_samples: Tensor, tile_x: int = 512, tile_y: int = 512, **_: Any) -> Tensor:
+        """As `encode`, in tiles (sizes in pixels)."""
+        pixels = self._pixels(pixel_samples)
+        self._load(pixels, decode=False)
+        tile = max(1, min(tile_x, tile_y) // LATENT_PIXELS)
+        return self._latent(lambda x: tiling.encode_tiled(self._vae, x, tile, check_cancel), pixels)
+
+    def encode_reference(self, reference: Reference) -> Tensor:
+        """Raw latent [1, 64, h, w] of a reference; the last few are remembered by their pixels."""
+        if reference.digest not in self._latents:
+            pixels = to_vae_pixels(reference.image)
+            budget = self._load(pixels, decode=False)
+            latent = self._latent(lambda x: tiling.encode(self._vae, x, budget, check_cancel=check_cancel), pixels)
+            self._latents[reference.digest] = latent
+            while len(self._latents) > KEPT_LATENTS:
+                self._latents.popitem(last=False)
+        self._latents.move_to_end(reference.digest)
+        return self._latents[reference.digest]
+
+    def spacial_compression_decode(self) -> int:
+        return LATENT_PIXELS
+
+    def spacial_compression_encode(self) -> int:
+        return LATENT_PIXELS
+
+    def temporal_compression_decode(self) -> None:
+        return None
+
+    def is_dynamic(self) -> bool:
+        dynamic = getattr(self.patcher, "is_dynamic", None)
+        return bool(dynamic and dynamic())
+
+    def throw_exception_if_invalid(self) -> None:
+        """Core asks this of its own VAEs; ours was checked when it was loaded."""
+
+    def get_sd(self) -> dict[str, Tensor]:
+        return self.first_stage_model.state_dict()
+
+    @property
+    def _vae(self) -> Any:
+        return self.first_stage_model
+
+    def _load(self, x: Tensor, decode: bool) -> int:
+        """Bring the weights to the device; returns the bytes free for activations."""
+        height, width = (side * (LATENT_PIXELS if decode else 1) for side in x.shape[-2:])
+        needed = tiling.peak_bytes(self._vae.config, width, height, self.vae_dtype, decode=decode)
+        comfy.model_management.load_models_gpu([self.patcher], memory_required=needed)
+        return free_bytes(self.patcher, self.device)
+
+    def _picture(self, run: Callable[[Tensor], Tensor], samples: Tensor) -> Tensor:
+        if samples.ndim == 5 and samples.shape[2] == 1:
+            samples = samples[:, :, 0]
+        pixels = run(samples.to(self.device, torch.float32))
+        pixels = (pixels.float() * 0.5 + 0.5).movedim(1, -1).to(self.output_device)
+        return _with_alpha(pixels, self.alpha)
+
+    def _latent(self, run: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
+        return run(pixels.to(self.device, torch.float32)).float().to(self.output_device)
+
+    def _pixels(self, pictures: Tensor) -> Tensor:
+        """[B, H, W, C] in [0, 1] -> [B, 4, H, W] in [-1, 1], cropped about the centre to multiples of 16."""
+        if pictures.ndim == 5:
+            pictures = pictures.flatten(0, 1)
+        height, width, channels = pictures.shape[1:]
+        if channels not in (3, 4) or min(height, width) < LATENT_PIXELS:
+            raise UserError(
+                f"the VAE got pictures of shape {list(pictures.shape)}, expected [B, height, width, 3 or 4] with sides "
+                f"of at least {LATENT_PIXELS}"
+            )
+        top, left = (height % LATENT_PIXELS) // 2, (width % LATENT_PIXELS) // 2
+        h, w = height // LATENT_PIXELS * LATENT_PIXELS, width // LATENT_PIXELS * LATENT_PIXELS
+        pixels = pictures[:, top : top + h, left : left + w].movedim(-1, 1).float()
+        if channels == 3:
+            pixels = torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1)
+        return pixels * 2 - 1
+
+
+def _with_alpha(pictures: Tensor, alpha: str) -> Tensor:
+    """RGBA pictures [B, H, W, 4] as the loader's choice has them.
+
+    auto drops an alpha that is opaque everywhere once it is 8 bits: three-channel consumers break on a fourth.
+    """
+    if alpha == "keep":
+        return pictures
+    colour, opacity = pictures[..., :3], pictures[..., 3:]
+    if alpha == "over white":
+        return colour * opacity + (1 - opacity)
+    return colour if bool((opacity * 255 >= 254.5).all()) else pictures
+
+
+def load_vae(path: str, dtype: str = "default", alpha: str = "auto", disable_dynamic: bool = False) -> Qwen21VAE:
+    """The VAE of a file or component folder. fp16 is not offered: this VAE's values exceed what it holds."""
+    part = find_vae(Path(path))
+    load_device = comfy.model_management.vae_device()
+    if dtype == "default":
+        weights = comfy.model_management.vae_dtype(load_device, [torch.bfloat16, torch.float32])
+    else:
+        weights = DTYPES[dtype]
+    encoder = any(name.startswith("encoder.") for name in part.identity.sources)
+    module = module_of("vae", part.config, comfy.ops.manual_cast, weights, encoder=encoder)
+    offload_device = comfy.model_management.vae_offload_device()
+    fill(module, part, weights, offload_device)
+    module.compute_dtype = weights
+    patcher = patcher_class(disable_dynamic)(module, load_device=load_device, offload_device=offload_device)
+    patcher.cached_patcher_init = (_vae_patcher, (path, dtype, alpha))
+    return Qwen21VAE(patcher, weights, alpha, part.checkpoint.path.name)
+
+
+def _vae_patcher(path: str, dtype: str, alpha: str, disable_dynamic: bool = False) -> Any:
+    return load_vae(path, dtype, alpha, disable_dynamic).patcher

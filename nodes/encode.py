@@ -1,0 +1,108 @@
+"""Prompts: text and references in, conditioning and a canvas out."""
+
+import torch
+from comfy_api.latest import io
+
+from ..qwen21.config import SIZE_MULTIPLE
+from .bridge.condition import LATENTS, PADS, REPORT, SLOTS
+from .common import CATEGORY, MAX_SIDE, Encoder, References
+from .latent import empty_latent
+from .references import encode_reference
+
+
+class Qwen21EncodePrompt(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="Qwen21EncodePrompt",
+            display_name="Encode Qwen-Image 2.1 prompt",
+            category=CATEGORY,
+            description="Reads a prompt together with its references. Use a second one, with the same references, for a negative prompt.",
+            inputs=[
+                Encoder.Input("encoder", tooltip="From Qwen21LoadEncoder."),
+                io.String.Input(
+                    "prompt",
+                    multiline=True,
+                    dynamic_prompts=True,
+                    default="",
+                    tooltip="What to paint or to change. <image1>, <image2>, ... point at the references.",
+                ),
+                References.Input(
+                    "references", optional=True, tooltip="From Qwen21AddReference, in the order of the chain."
+                ),
+                io.Vae.Input(
+                    "vae",
+                    optional=True,
+                    tooltip="Needed for references to be seen in detail. Without it only what the encoder saw of them is used.",
+                ),
+                io.Combo.Input(
+                    "canvas",
+                    options=["last", "first", "largest", "size"],
+                    default="last",
+                    tooltip="Which reference the latent output's size follows; size takes width and height. Without references it is always width and height.",
+                ),
+                io.Int.Input(
+                    "width",
+                    default=1024,
+                    min=SIZE_MULTIPLE,
+                    max=MAX_SIDE,
+                    step=SIZE_MULTIPLE,
+                    tooltip="Pixels, for canvas size, or without references.",
+                ),
+                io.Int.Input(
+                    "height",
+                    default=1024,
+                    min=SIZE_MULTIPLE,
+                    max=MAX_SIDE,
+                    step=SIZE_MULTIPLE,
+                    tooltip="Pixels, for canvas size, or without references.",
+                ),
+                io.Int.Input("batch", default=1, min=1, max=64, tooltip="Pictures per run; they share one prefix."),
+            ],
+            outputs=[
+                io.Conditioning.Output(
+                    "conditioning", display_name="conditioning", tooltip="For positive or negative of any sampler."
+                ),
+                io.Latent.Output("latent", display_name="latent", tooltip="An empty canvas of the chosen size."),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, encoder, prompt, references=None, vae=None, canvas="last", width=1024, height=1024, batch=1):
+        references = list(references or [])
+        text = encoder.encode(prompt, references, keep_image_pads=vae is None)
+        extra = {REPORT: report(encoder, prompt, references, text, vae)}
+        if vae is not None and references:
+            extra |= {SLOTS: list(text.image_slots), LATENTS: [encode_reference(vae, r) for r in references]}
+        elif references:
+            extra[PADS] = [(span.start - text.layout.drop, len(span)) for span in text.layout.images]
+        size = (width, height) if canvas == "size" or not references else canvas_of(references, canvas)
+        states = text.states.float().cpu() if text.states.dtype == torch.float16 else text.states.cpu()
+        return io.NodeOutput([[states[None], extra]], empty_latent(*size, batch))
+
+
+def canvas_of(references, canvas):
+    """(width, height) of the reference the canvas follows; of equally large ones the last."""
+    sizes = [reference.image.size for reference in references]
+    return {"last": sizes[-1], "first": sizes[0], "largest": max(reversed(sizes), key=lambda s: s[0] * s[1])}[canvas]
+
+
+def report(encoder, prompt, references, text, vae):
+    """What became of the prompt and its references, for the sampler's report."""
+    slots = text.image_slots if references else ()
+    return {
+        "encoder": {"file": encoder.name, "weights": encoder.weights},
+        "vae": getattr(vae, "name", None),
+        "prompt": prompt,
+        "tokens": len(text.states),
+        "references": [
+            {
+                "original": list(reference.original),
+                "resized": list(reference.image.size),
+                "tokens": reference.width * reference.height if vae is not None else 0,
+                "slot": slot,
+                "seen": "by encoder and transformer" if vae is not None else "by the encoder alone (no VAE wired)",
+            }
+            for reference, slot in zip(references, slots, strict=True)
+        ],
+    }

@@ -1,0 +1,109 @@
+"""Canvases and schedules."""
+
+import torch
+from comfy_api.latest import io
+
+from ..qwen21.config import LATENT_PIXELS, SIZE_MULTIPLE
+from ..qwen21.schedule import make_schedule
+from .common import CATEGORY, MAX_SIDE
+
+
+class Qwen21EmptyLatent(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="Qwen21EmptyLatent",
+            display_name="Empty Qwen-Image 2.1 latent",
+            category=CATEGORY,
+            description="An empty canvas: 64 channels, one cell for 16x16 pixels.",
+            inputs=[
+                io.Int.Input(
+                    "width",
+                    default=1024,
+                    min=SIZE_MULTIPLE,
+                    max=MAX_SIDE,
+                    step=SIZE_MULTIPLE,
+                    tooltip="Pixels, a multiple of 32.",
+                ),
+                io.Int.Input(
+                    "height",
+                    default=1024,
+                    min=SIZE_MULTIPLE,
+                    max=MAX_SIDE,
+                    step=SIZE_MULTIPLE,
+                    tooltip="Pixels, a multiple of 32.",
+                ),
+                io.Int.Input("batch", default=1, min=1, max=64, tooltip="Pictures per run; they share one prefix."),
+            ],
+            outputs=[io.Latent.Output("latent", display_name="latent", tooltip="For any sampler.")],
+        )
+
+    @classmethod
+    def execute(cls, width, height, batch):
+        return io.NodeOutput(empty_latent(width, height, batch))
+
+
+def empty_latent(width, height, batch):
+    """LATENT of zeros; sizes are rounded down to multiples of 32 pixels."""
+    h, w = (side // SIZE_MULTIPLE * SIZE_MULTIPLE // LATENT_PIXELS for side in (height, width))
+    return {"samples": torch.zeros(batch, 64, h, w), "downscale_ratio_spacial": LATENT_PIXELS}
+
+
+class Qwen21Schedule(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="Qwen21Schedule",
+            display_name="Qwen-Image 2.1 schedule",
+            category=CATEGORY,
+            description="The released sigmas for a size, for SamplerCustomAdvanced or Qwen21Sampler.",
+            inputs=[
+                io.Combo.Input(
+                    "schedule",
+                    options=["auto", "base", "turbo"],
+                    default="auto",
+                    tooltip="auto is Turbo's where the model is a Turbo one, else base.",
+                ),
+                io.Int.Input("steps", default=40, min=1, max=1000, tooltip="Base only; Turbo always runs its 8."),
+                io.Float.Input(
+                    "denoise",
+                    default=1.0,
+                    min=0.01,
+                    max=1.0,
+                    step=0.01,
+                    tooltip="Below 1 only the end of the schedule, as KSampler's denoise.",
+                ),
+                io.Int.Input(
+                    "width",
+                    default=1024,
+                    min=SIZE_MULTIPLE,
+                    max=MAX_SIDE,
+                    step=SIZE_MULTIPLE,
+                    tooltip="Of the picture, in pixels. A wired latent overrides it.",
+                ),
+                io.Int.Input(
+                    "height",
+                    default=1024,
+                    min=SIZE_MULTIPLE,
+                    max=MAX_SIDE,
+                    step=SIZE_MULTIPLE,
+                    tooltip="Of the picture, in pixels. A wired latent overrides it.",
+                ),
+                io.Model.Input("model", optional=True, tooltip="Tells auto whether it is Turbo."),
+                io.Latent.Input("latent", optional=True, tooltip="Its size is used instead of width and height."),
+            ],
+            outputs=[
+                io.Sigmas.Output("sigmas", display_name="sigmas", tooltip="steps + 1 falling sigmas, the last 0.")
+            ],
+        )
+
+    @classmethod
+    def execute(cls, schedule, steps, denoise, width, height, model=None, latent=None):
+        from .sample import resolve_schedule
+
+        tokens = width * height // LATENT_PIXELS**2
+        if latent is not None:
+            tokens = latent["samples"].shape[-1] * latent["samples"].shape[-2]
+        kind, config = resolve_schedule(schedule, model)
+        steps = None if kind == "turbo" else steps
+        return io.NodeOutput(make_schedule(kind, tokens, steps=steps, denoise=denoise, config=config).sigmas)

@@ -1,0 +1,137 @@
+"""Loaders: a file or a whole-model folder in, a model out."""
+
+from comfy_api.latest import io
+
+from .bridge import host
+from .common import CATEGORY, Encoder
+
+FILE_HELP = "A .safetensors file, or a whole model in the diffusers layout (names that end in a slash)."
+
+
+class Qwen21LoadDiT(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="Qwen21LoadDiT",
+            display_name="Load Qwen-Image 2.1 transformer",
+            category=CATEGORY,
+            description="Loads the diffusion transformer, base or Turbo, as a MODEL that any sampler takes.",
+            inputs=[
+                io.Combo.Input(
+                    "file",
+                    options=host.choices("dit"),
+                    tooltip=f"{FILE_HELP} From models/diffusion_models or models/diffusers.",
+                ),
+                io.Combo.Input(
+                    "dtype",
+                    options=host.DTYPE_NAMES,
+                    default="default",
+                    tooltip="Precision the weights are kept in; default is the file's own.",
+                ),
+            ],
+            outputs=[
+                io.Model.Output(
+                    "model",
+                    display_name="model",
+                    tooltip="The transformer, for Qwen21Sampler, KSampler and LoRA loaders.",
+                )
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(cls, file):
+        return (
+            True if file in host.choices("dit") else f"{file!r} is not in models/diffusion_models or models/diffusers"
+        )
+
+    @classmethod
+    def execute(cls, file, dtype):
+        from .bridge.model import load_model
+
+        return io.NodeOutput(load_model(str(host.find("dit", file)), dtype))
+
+
+class Qwen21LoadEncoder(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="Qwen21LoadEncoder",
+            display_name="Load Qwen-Image 2.1 text encoder",
+            category=CATEGORY,
+            description="Loads Qwen3-VL-8B, which reads prompts and references. The tokenizer is found by itself.",
+            inputs=[
+                io.Combo.Input(
+                    "file",
+                    options=host.choices("encoder"),
+                    tooltip=f"{FILE_HELP} From models/text_encoders or models/diffusers.",
+                ),
+                io.Combo.Input(
+                    "dtype",
+                    options=host.DTYPE_NAMES,
+                    default="default",
+                    tooltip="Precision the weights are kept in; default is the file's own.",
+                ),
+                io.Combo.Input(
+                    "device",
+                    options=["default", "cpu"],
+                    default="default",
+                    tooltip="cpu reads prompts slowly and leaves the GPU to the transformer.",
+                ),
+            ],
+            outputs=[Encoder.Output("encoder", display_name="encoder", tooltip="The encoder, for Qwen21EncodePrompt.")],
+        )
+
+    @classmethod
+    def validate_inputs(cls, file):
+        return (
+            True if file in host.choices("encoder") else f"{file!r} is not in models/text_encoders or models/diffusers"
+        )
+
+    @classmethod
+    def execute(cls, file, dtype, device):
+        from .bridge.encoder import load_encoder
+
+        return io.NodeOutput(load_encoder(str(host.find("encoder", file)), dtype, device))
+
+
+class Qwen21LoadVAE(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="Qwen21LoadVAE",
+            display_name="Load Qwen-Image 2.1 VAE",
+            category=CATEGORY,
+            description="Loads the RGBA VAE. Tiles are exact, so large pictures decode without seams.",
+            inputs=[
+                io.Combo.Input(
+                    "file", options=host.choices("vae"), tooltip=f"{FILE_HELP} From models/vae or models/diffusers."
+                ),
+                io.Combo.Input(
+                    "dtype",
+                    options=["default", "bf16", "fp32"],
+                    default="default",
+                    tooltip="Precision; fp16 overflows in this VAE and is not offered.",
+                ),
+                io.Combo.Input(
+                    "alpha",
+                    options=["auto", "keep", "over white"],
+                    default="auto",
+                    tooltip="auto gives RGB where the picture is opaque everywhere, else RGBA; keep is always RGBA; over white flattens.",
+                ),
+            ],
+            outputs=[
+                io.Vae.Output(
+                    "vae", display_name="vae", tooltip="The VAE, for VAE Decode, VAE Encode and Qwen21EncodePrompt."
+                )
+            ],
+        )
+
+    @classmethod
+    def validate_inputs(cls, file):
+        return True if file in host.choices("vae") else f"{file!r} is not in models/vae or models/diffusers"
+
+    @classmethod
+    def execute(cls, file, dtype, alpha):
+        from .bridge.vae import load_vae
+
+        return io.NodeOutput(load_vae(str(host.find("vae", file)), dtype, alpha))

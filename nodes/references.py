@@ -1,0 +1,133 @@
+"""References: pictures an edit looks at, in the order they are chained."""
+
+from comfy_api.latest import io
+
+from ..qwen21.errors import UserError
+from ..qwen21.images import to_pixels, with_mask
+from ..qwen21.prompt import FITS, Reference, check_count
+from .bridge.condition import LATENTS, PADS, SLOTS
+from .common import CATEGORY, References
+
+
+class Qwen21AddReference(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="Qwen21AddReference",
+            display_name="Add reference",
+            category=CATEGORY,
+            description="Adds a picture (or each of a batch) to the references. Chain up to ten; prompts call them <image1>, <image2>, ... in this order.",
+            inputs=[
+                io.Image.Input("image", tooltip="RGB or RGBA; a batch of n is n references."),
+                io.Mask.Input(
+                    "mask",
+                    optional=True,
+                    tooltip="Transparency as Load Image gives it: 1 is transparent. Resized to the picture; 64x64 zeros mean opaque.",
+                ),
+                References.Input("references", optional=True, tooltip="The references before this one."),
+                io.Int.Input(
+                    "resolution",
+                    default=1024,
+                    min=32,
+                    max=4096,
+                    step=32,
+                    tooltip="The reference becomes about resolution x resolution pixels. Larger sees more and costs more memory.",
+                ),
+                io.Combo.Input(
+                    "fit",
+                    options=list(FITS),
+                    default="resize",
+                    tooltip="resize bends the picture by a few pixels to multiples of 32; mirror pads instead, and the outputs say how to crop it back.",
+                ),
+            ],
+            outputs=[
+                References.Output("chain", display_name="references", tooltip="All references so far."),
+                io.Int.Output(
+                    "crop_width",
+                    display_name="crop width",
+                    tooltip="Width of the picture itself in the last reference, from its top left; smaller than the reference where it was padded.",
+                ),
+                io.Int.Output(
+                    "crop_height",
+                    display_name="crop height",
+                    tooltip="Height of the picture itself in the last reference.",
+                ),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, image, mask=None, references=None, resolution=1024, fit="resize"):
+        chain = list(references or [])
+        check_count(len(chain) + len(image))
+        for i, picture in enumerate(image):
+            alpha = None if mask is None else mask[min(i, len(mask) - 1)]
+            chain.append(Reference.prepare(with_mask(picture, alpha), resolution, fit))
+        return io.NodeOutput(chain, *chain[-1].crop)
+
+
+class Qwen21SpliceReferences(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="Qwen21SpliceReferences",
+            display_name="Splice references",
+            category=CATEGORY,
+            description="Puts reference latents at their slots in a prompt that was encoded with the same references but without a VAE.",
+            inputs=[
+                io.Conditioning.Input(
+                    "conditioning", tooltip="From Qwen21EncodePrompt with these references and no VAE."
+                ),
+                References.Input("references", tooltip="The same references, in the same order."),
+                io.Vae.Input("vae", tooltip="From Qwen21LoadVAE."),
+            ],
+            outputs=[
+                io.Conditioning.Output(
+                    "spliced", display_name="conditioning", tooltip="The prompt with reference latents."
+                )
+            ],
+        )
+
+    @classmethod
+    def execute(cls, conditioning, references, vae):
+        return io.NodeOutput([[*splice(states, dict(extra), references, vae)] for states, extra in conditioning])
+
+
+def splice(states, extra, references, vae):
+    """One entry of a CONDITIONING with its vision tokens replaced by slots and latents."""
+    pads = extra.pop(PADS, None)
+    if pads is None:
+        raise UserError(
+            "this conditioning has no open slots: encode the prompt by Qwen21EncodePrompt with the references and without "
+            "a VAE, then splice"
+        )
+    if len(pads) != len(references):
+        raise UserError(
+            f"the prompt was encoded with {len(pads)} references but {len(references)} arrived; wire the same ones"
+        )
+    for i, ((_, length), reference) in enumerate(zip(pads, references, strict=True), 1):
+        if length != reference.tokens:
+            raise UserError(f"reference {i} is not the picture the prompt was encoded with: wire the same references")
+    kept, slots = without_pads(states.shape[1], pads)
+    extra |= {SLOTS: slots, LATENTS: [encode_reference(vae, reference) for reference in references]}
+    return states[:, kept], extra
+
+
+def without_pads(tokens, pads):
+    """Indices of the states that are no vision tokens, and the slots among them."""
+    dropped, slots = set(), []
+    for start, length in pads:
+        slots.append(start - len(dropped))
+        dropped.update(range(start, start + length))
+    return [i for i in range(tokens) if i not in dropped], slots
+
+
+def encode_reference(vae, reference):
+    """Raw latent of a reference by our VAE, which remembers it, or by core's Qwen-Image 2.1 VAE."""
+    if hasattr(vae, "encode_reference"):
+        return vae.encode_reference(reference)
+    if getattr(vae, "latent_channels", None) != 64:
+        raise UserError(
+            f"the VAE has {getattr(vae, 'latent_channels', 'unknown')} latent channels, Qwen-Image 2.1 has 64; load it "
+            "with Qwen21LoadVAE"
+        )
+    return vae.encode(to_pixels(reference.image)[None])

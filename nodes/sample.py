@@ -1,0 +1,315 @@
+"""Sampling by ComfyUI's own stack, with the released schedules, and a report of what ran."""
+
+import json
+
+import comfy.sample
+import comfy.samplers
+import latent_preview
+import torch
+from comfy_api.latest import io, ui
+
+from ..qwen21.config import LATENT_PIXELS, SIZE_MULTIPLE, ScheduleConfig
+from ..qwen21.errors import UserError
+from ..qwen21.manifest import library_versions
+from ..qwen21.sampler import EDIT_NOISES, draw_noise, noise_seed
+from ..qwen21.schedule import Schedule, custom_sigmas, make_schedule
+from .bridge.condition import LATENTS, REPORT
+from .common import CATEGORY
+
+SAMPLERS = ["euler", *[name for name in comfy.samplers.SAMPLER_NAMES if name != "euler"]]
+
+
+class Qwen21Sampler(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="Qwen21Sampler",
+            display_name="Qwen-Image 2.1 sampler",
+            category=CATEGORY,
+            description="Paints with the released schedule of the latent's size. The report says what ran.",
+            inputs=[
+                io.Model.Input(
+                    "model", tooltip="From Qwen21LoadDiT, LoRAs applied or not; core's Qwen-Image 2.1 MODEL works too."
+                ),
+                io.Conditioning.Input("positive", tooltip="From Qwen21EncodePrompt."),
+                io.Latent.Input(
+                    "latent",
+                    tooltip="An empty canvas, or a picture's latent to start from; its noise mask says what may change.",
+                ),
+                io.Int.Input(
+                    "seed",
+                    default=0,
+                    min=0,
+                    max=0xFFFFFFFFFFFFFFFF,
+                    control_after_generate=True,
+                    tooltip="The noise to start from.",
+                ),
+                io.Int.Input("steps", default=40, min=1, max=1000, tooltip="Base only; Turbo always runs its 8."),
+                io.Float.Input(
+                    "cfg",
+                    default=1.0,
+                    min=0.0,
+                    max=30.0,
+                    step=0.1,
+                    tooltip="Guidance away from the negative prompt. 1 is off and runs no negative pass.",
+                ),
+                io.Combo.Input(
+                    "schedule",
+                    options=["auto", "base", "turbo"],
+                    default="auto",
+                    tooltip="auto is Turbo's for a Turbo model, else base. Wired sigmas override it.",
+                ),
+                io.Combo.Input(
+                    "sampler_name", options=SAMPLERS, default="euler", tooltip="The released pipeline uses euler."
+                ),
+                io.Float.Input(
+                    "denoise",
+                    default=1.0,
+                    min=0.01,
+                    max=1.0,
+                    step=0.01,
+                    tooltip="How much of the latent's picture is redone; 1 for an empty canvas.",
+                ),
+                io.Combo.Input(
+                    "edit_noise",
+                    options=list(EDIT_NOISES),
+                    default="decorrelated",
+                    tooltip="decorrelated keeps an edit from starting at the very noise that made its reference; released does as the released pipeline.",
+                ),
+                io.Combo.Input(
+                    "prefix_cache",
+                    options=["on", "off"],
+                    default="on",
+                    tooltip="off computes text and references again at every step: slow, for checking.",
+                ),
+                io.Conditioning.Input(
+                    "negative",
+                    optional=True,
+                    lazy=True,
+                    tooltip="A second Qwen21EncodePrompt with the same references. Not even run where cfg is 1.",
+                ),
+                io.Float.Input(
+                    "cfg_start",
+                    optional=True,
+                    default=0.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.01,
+                    tooltip="Guide from this part of the steps on (0: from the first).",
+                ),
+                io.Float.Input(
+                    "cfg_end",
+                    optional=True,
+                    default=1.0,
+                    min=0.0,
+                    max=1.0,
+                    step=0.01,
+                    tooltip="Guide up to this part of the steps (1: to the last).",
+                ),
+                io.Sigmas.Input(
+                    "sigmas", optional=True, tooltip="A grid of your own; steps, schedule and denoise are then unused."
+                ),
+            ],
+            outputs=[
+                io.Latent.Output("samples", display_name="latent", tooltip="For VAE Decode."),
+                io.String.Output(
+                    "report", display_name="report", tooltip="What ran, as JSON: what a rerun has to pin."
+                ),
+            ],
+            hidden=[io.Hidden.extra_pnginfo],
+        )
+
+    @classmethod
+    def check_lazy_status(cls, cfg, negative=None, **kwargs):
+        return ["negative"] if cfg != 1 and negative is None else []
+
+    @classmethod
+    def execute(
+        cls, model, positive, latent, seed, steps, cfg, schedule, sampler_name, denoise, edit_noise, prefix_cache,
+        negative=None, cfg_start=0.0, cfg_end=1.0, sigmas=None,
+    ):  # fmt: skip
+        from .bridge.model import is_cores, is_ours, with_prefix_options
+
+        if not is_ours(model) and not is_cores(model):
+            raise UserError(
+                f"the MODEL is a {type(model.model).__name__}, expected Qwen-Image 2.1; load it with Qwen21LoadDiT"
+            )
+        samples = canvas(latent)
+        chosen = choose_schedule(model, samples, schedule, steps, denoise, sigmas)
+        guided = cfg != 1 and cfg_start < cfg_end
+        if guided and negative is None:
+            raise UserError(
+                f"cfg is {cfg:g} but no negative is wired; wire a second Qwen21EncodePrompt, or set cfg to 1"
+            )
+        references = len(positive[0][1].get(LATENTS) or [])
+        noise = draw_noise(tuple(samples.shape), noise_seed(seed, references, edit_noise))
+        if is_ours(model):
+            model = with_prefix_options(model, prefix_cache == "on", "auto")
+        guider = Guider(model, chosen.sigmas, cfg_start, cfg_end)
+        guider.set_conds(positive, negative if guided else positive)
+        guider.set_cfg(cfg if guided else 1.0)
+        result = guider.sample(
+            noise,
+            samples,
+            comfy.samplers.sampler_object(sampler_name),
+            chosen.sigmas,
+            denoise_mask=latent.get("noise_mask"),
+            callback=latent_preview.prepare_callback(model, chosen.steps),
+            seed=seed,
+        )
+        if not bool(torch.isfinite(result).all()):
+            raise UserError("the latent is not finite: the checkpoint holds NaN or overflows; load it as bf16 or fp32")
+        text = json.dumps(
+            {
+                "model": model_report(model),
+                "schedule": {"kind": chosen.kind, "sigmas": [round(s, 7) for s in chosen.sigmas.tolist()]},
+                "sampler": sampler_name,
+                "seed": seed,
+                "noise": {
+                    "mode": edit_noise if references else "released",
+                    "seed": noise_seed(seed, references, edit_noise),
+                },
+                "cfg": cfg if guided else 1.0,
+                "cfg_range": [cfg_start, cfg_end] if guided else None,
+                "denoise": denoise,
+                "size": [samples.shape[-1] * LATENT_PIXELS, samples.shape[-2] * LATENT_PIXELS],
+                "batch": samples.shape[0],
+                "prefix_cache": prefix_cache if is_ours(model) else "core's MODEL has no prefix store",
+                "positive": positive[0][1].get(REPORT),
+                "negative": negative[0][1].get(REPORT) if guided else None,
+                "warnings": warnings(chosen, positive),
+                "versions": library_versions(),
+            },
+            ensure_ascii=False,
+            indent=1,
+        )
+        if cls.hidden.extra_pnginfo is not None:
+            cls.hidden.extra_pnginfo["qwen21"] = json.loads(text)
+        kept = {key: value for key, value in latent.items() if key != "downscale_ratio_spacial"}
+        return io.NodeOutput(kept | {"samples": result}, text, ui=ui.PreviewText(summary(json.loads(text))))
+
+
+class Guider(comfy.samplers.CFGGuider):
+    """Core's guidance, in a range of the steps only."""
+
+    def __init__(self, model, sigmas, start, end):
+        super().__init__(model)
+        steps = len(sigmas) - 1
+        levels = [1.1, *sigmas.tolist()]
+        self._above, self._from = levels[round(start * steps) + (start > 0)], levels[min(round(end * steps), steps) + 1]
+        self._whole = start <= 0 and end >= 1
+
+    def predict_noise(self, x, timestep, model_options={}, seed=None):  # noqa: B006 (core's signature)
+        level = float(timestep.max())
+        guided = self._whole or self._from < level <= self._above + 1e-6
+        kept, self.cfg = self.cfg, self.cfg if guided else 1.0
+        try:
+            return super().predict_noise(x, timestep, model_options, seed)
+        finally:
+            self.cfg = kept
+
+
+def canvas(latent):
+    """Latent [B, 64, h, w] to start from. An empty one of another model counts as one cell for 8 pixels."""
+    samples = latent["samples"]
+    if samples.ndim == 5 and samples.shape[2] == 1:
+        samples = samples[:, :, 0]
+    if samples.shape[1] == 64:
+        return samples
+    empty = samples.shape[1] in (4, 16) and not bool(torch.count_nonzero(samples))
+    if not empty:
+        raise UserError(
+            f"the latent has {samples.shape[1]} channels, Qwen-Image 2.1 has 64; encode the picture with the VAE of "
+            "Qwen21LoadVAE, or make an empty one with Qwen21EmptyLatent"
+        )
+    pixels = latent.get("downscale_ratio_spacial", 8)
+    h, w = (max(1, side * pixels // SIZE_MULTIPLE) * SIZE_MULTIPLE // LATENT_PIXELS for side in samples.shape[-2:])
+    return torch.zeros(samples.shape[0], 64, h, w)
+
+
+def resolve_schedule(schedule, model):
+    """base or turbo, and the numbers of the schedule, from a choice and a MODEL (or None)."""
+    turbo = bool(getattr(getattr(model, "model", None), "turbo", False))
+    config = getattr(getattr(model, "model", None), "schedule", None) or ScheduleConfig()
+    kind = schedule if schedule != "auto" else "turbo" if turbo else "base"
+    return kind, config
+
+
+def choose_schedule(model, samples, schedule, steps, denoise, sigmas):
+    if sigmas is not None:
+        return Schedule(custom_sigmas(sigmas.tolist()), "custom")
+    kind, config = resolve_schedule(schedule, model)
+    tokens = samples.shape[-1] * samples.shape[-2]
+    return make_schedule(kind, tokens, steps=steps, denoise=denoise, config=config)
+
+
+def warnings(schedule, positive):
+    found = list(schedule.warnings)
+    if any("image_pads" in key for key in positive[0][1]):
+        found.append("references were seen by the encoder alone: wire the VAE into Qwen21EncodePrompt")
+    return found
+
+
+def model_report(model):
+    part = getattr(model.model, "part", None)
+    if part is None:
+        return {"class": type(model.model).__name__}
+    patches = sorted({str(key) for key in model.patches})
+    return {
+        "file": part.checkpoint.path.name,
+        "fingerprint": part.checkpoint.fingerprint,
+        "weights": part.identity.quantization,
+        "dtype": str(model.model.compute_dtype).removeprefix("torch."),
+        "patched_weights": len(patches),
+    }
+
+
+def summary(report):
+    """The report in a few lines, for the node."""
+    references = (report["positive"] or {}).get("references", [])
+    lines = [
+        f"{report['schedule']['kind']}, {len(report['schedule']['sigmas']) - 1} steps, {report['sampler']}",
+        f"{report['size'][0]}x{report['size'][1]}, seed {report['seed']}, {report['noise']['mode']} noise",
+    ]
+    lines += [
+        f"reference {i}: {r['original'][0]}x{r['original'][1]} as {r['resized'][0]}x{r['resized'][1]}, {r['tokens']} tokens"
+        for i, r in enumerate(references, 1)
+    ]
+    return "\n".join([*lines, *[f"! {warning}" for warning in report["warnings"]]])
+
+
+class Qwen21PrefixCache(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="Qwen21PrefixCache",
+            display_name="Qwen-Image 2.1 prefix cache",
+            category=CATEGORY,
+            description="How the prefix of text and references is kept, for people who use KSampler. Qwen21Sampler has its own switch.",
+            inputs=[
+                io.Model.Input("base_model", display_name="model", tooltip="From Qwen21LoadDiT."),
+                io.Combo.Input(
+                    "prefix_cache",
+                    options=["on", "off"],
+                    default="on",
+                    tooltip="off computes text and references again at every step: slow, for checking.",
+                ),
+                io.Combo.Input(
+                    "device",
+                    options=["auto", "gpu", "cpu"],
+                    default="auto",
+                    tooltip="Where the prefix is kept: auto is the GPU while half of its free memory holds it, else RAM.",
+                ),
+            ],
+            outputs=[io.Model.Output("model", display_name="model", tooltip="The same model with these settings.")],
+        )
+
+    @classmethod
+    def execute(cls, base_model, prefix_cache, device):
+        from .bridge.model import is_ours, with_prefix_options
+
+        if not is_ours(base_model):
+            raise UserError(
+                f"the MODEL is a {type(base_model.model).__name__}; only MODELs of Qwen21LoadDiT keep a prefix"
+            )
+        return io.NodeOutput(with_prefix_options(base_model, prefix_cache == "on", device))

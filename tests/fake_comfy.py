@@ -1,0 +1,172 @@
+"""A stand-in for a ComfyUI server: its HTTP interface and WebSocket as far as a client can tell."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import struct
+import threading
+import time
+from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from typing_extensions import Self
+
+
+def frame(payload: bytes | str, opcode: int | None = None, last: bool = True) -> bytes:
+    """An unmasked frame, as servers send it."""
+    code = opcode if opcode is not None else (1 if isinstance(payload, str) else 2)
+    data = payload.encode() if isinstance(payload, str) else payload
+    head = bytes([(0x80 if last else 0) | code])
+    if len(data) < 126:
+        return head + bytes([len(data)]) + data
+    if len(data) < 1 << 16:
+        return head + struct.pack(">BH", 126, len(data)) + data
+    return head + struct.pack(">BQ", 127, len(data)) + data
+
+
+class FakeComfy:
+    """`play` runs in a thread of its own once a workflow is queued; it tells messages and ends with `finish`.
+
+    Attributes tell what came in: `posted` (bodies of /prompt), `uploads` ((name, data)), `calls` ((path, body)).
+    """
+
+    def __init__(self, play: Callable[[FakeComfy], None] | None = None) -> None:
+        self.play = play or (lambda fake: fake.finish())
+        self.posted: list[dict[str, Any]] = []
+        self.uploads: list[tuple[str, bytes]] = []
+        self.calls: list[tuple[str, Any]] = []
+        self.views: list[dict[str, str]] = []
+        self.files: dict[str, bytes] = {}
+        self.object_info: dict[str, Any] = {}
+        self.answer: tuple[int, dict[str, Any]] | None = None
+        self.has_socket = True
+        self.running: list[str] = []
+        self.entries: dict[str, Any] = {}
+        self.connections: list[Any] = []
+        self._httpd = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._httpd.daemon_threads = True
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._httpd.server_port}"
+
+    @property
+    def prompt_id(self) -> str:
+        return self.posted[-1]["prompt_id"]
+
+    def __enter__(self) -> Self:
+        threading.Thread(target=self._httpd.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hang_up()
+        self._httpd.shutdown()
+        self._httpd.server_close()
+
+    def send(self, data: bytes) -> None:
+        for connection in self.connections:
+            connection.sendall(data)
+
+    def tell(self, kind: str, **data: Any) -> None:
+        """A message about the workflow that runs."""
+        self.send(frame(json.dumps({"type": kind, "data": {"prompt_id": self.prompt_id, **data}})))
+
+    def finish(self, outputs: dict[str, Any] | None = None, error: dict[str, Any] | None = None, told: bool = True):
+        """As ComfyUI: success is told, then the history is written, then the last `executing` is told."""
+        messages = [["execution_start", {}]] + ([["execution_error", error]] if error else [])
+        if not error and told:
+            self.tell("execution_success")
+            time.sleep(0.05)
+        status = {"status_str": "error" if error else "success", "completed": not error, "messages": messages}
+        self.entries[self.prompt_id] = {"outputs": outputs or {}, "status": status}
+        self.running.remove(self.prompt_id)
+        if told:
+            self.tell("executing", node=None)
+
+    def hang_up(self) -> None:
+        for connection in self.connections:
+            try:
+                connection.sendall(frame(b"", 8))
+                connection.shutdown(2)
+            except OSError:
+                pass
+        self.connections.clear()
+
+
+def _handler(fake: FakeComfy) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def answer(self, value: Any, status: int = 200) -> None:
+            data = value if isinstance(value, bytes) else json.dumps(value).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def do_GET(self) -> None:
+            parts = urlsplit(self.path)
+            name = parts.path.rsplit("/", 1)[-1]
+            if parts.path == "/ws":
+                self.shake_hands()
+            elif parts.path == "/queue":
+                self.answer({"queue_running": [[0, name] for name in fake.running], "queue_pending": []})
+            elif parts.path.startswith("/history/"):
+                self.answer({name: fake.entries[name]} if name in fake.entries else {})
+            elif parts.path.startswith("/object_info/"):
+                self.answer({name: fake.object_info[name]} if name in fake.object_info else {})
+            elif parts.path == "/view":
+                query = {key: values[0] for key, values in parse_qs(parts.query, keep_blank_values=True).items()}
+                fake.views.append(query)
+                known = query["filename"] in fake.files
+                self.answer(fake.files.get(query["filename"], b""), 200 if known else 404)
+            else:
+                self.answer(b"not found", 404)
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.path == "/upload/image":
+                fields = re.search(rb'name="image"; filename="([^"]*)"\r\n.*?\r\n\r\n(.*)\r\n--', body, re.DOTALL)
+                fake.uploads.append((fields[1].decode(), fields[2]))
+                self.answer({"name": f"kept {fields[1].decode()}", "subfolder": "sub", "type": "input"})
+                return
+            value = json.loads(body)
+            fake.calls.append((self.path, value))
+            if self.path != "/prompt":
+                self.answer({})
+                return
+            fake.posted.append(value)
+            if fake.answer:
+                self.answer(fake.answer[1], fake.answer[0])
+                return
+            fake.running.append(fake.prompt_id)
+            self.answer({"prompt_id": fake.prompt_id, "number": 1, "node_errors": {}})
+            threading.Thread(target=fake.play, args=(fake,), daemon=True).start()
+
+        def shake_hands(self) -> None:
+            if not fake.has_socket:
+                self.answer(b"no", 404)
+                return
+            key = self.headers["Sec-WebSocket-Key"].encode()
+            accept = hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest()
+            self.send_response(101)
+            self.send_header("Upgrade", "websocket")
+            self.send_header("Connection", "Upgrade")
+            self.send_header("Sec-WebSocket-Accept", base64.b64encode(accept).decode())
+            self.end_headers()
+            self.wfile.flush()
+            fake.connections.append(self.connection)
+            fake.connections[-1].sendall(frame(json.dumps({"type": "status", "data": {"sid": "x"}})))
+            while self.connection.recv(4096):  # until the client is gone
+                pass
+            self.close_connection = True
+
+    return Handler
