@@ -78,8 +78,6 @@ class Qwen21LatentFormat(comfy.latent_formats.LatentFormat):
 
 
 class Qwen21Config(comfy.supported_models_base.BASE):
-    unet_config: dict[str, Any] = {}
-    unet_extra_config: dict[str, Any] = {}
     # multiplier 1: the transformer takes sigma itself and rounds it as the released pipeline does
     sampling_settings = {"multiplier": 1.0, "shift": 2.0}
     memory_usage_factor = 1.8

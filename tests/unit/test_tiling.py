@@ -127,11 +127,11 @@ def test_a_picture_in_tiles_of_every_size(vae, tile):
     assert difference(tiling.decode_tiled(vae, z, tile), vae.decode(z)) < 1e-5
 
 
-@pytest.mark.parametrize("tile", [7, 16])
-def test_a_larger_picture_in_tiles(tile):
+def test_a_larger_picture_in_tiles():
+    """Halos end inside it to the left and to the right."""
     vae, x, z = small(8, 12), picture(20, 45), latent(20, 45)
-    assert difference(tiling.encode_tiled(vae, x, tile), vae.encode(x)) < 1e-5
-    assert difference(tiling.decode_tiled(vae, z, tile), vae.decode(z)) < 1e-5
+    assert difference(tiling.encode_tiled(vae, x, 11), vae.encode(x)) < 1e-5
+    assert difference(tiling.decode_tiled(vae, z, 11), vae.decode(z)) < 1e-5
 
 
 def test_whole_is_bit_equal(vae):
@@ -224,15 +224,14 @@ class Live(TorchDispatchMode):
         self.now -= size
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("tile", [None, 11, 8])
+@pytest.mark.parametrize(("tile", "dtype"), [(None, torch.float32), (11, torch.bfloat16), (8, torch.float32)])
 @pytest.mark.parametrize("decode", [True, False])
 def test_estimate_is_the_peak_of_live_tensors(decode, tile, dtype):
     vae = small(8, 12).to(dtype)
-    x = (latent(30, 22) if decode else picture(30, 22)).to(dtype)
+    x = (latent(26, 14) if decode else picture(26, 14)).to(dtype)
     with Live(x, *vae.parameters()) as live:
         (tiling.decode_tiled if decode else tiling.encode_tiled)(vae, x, tile)
-    estimate = tiling.peak_bytes(vae.config, 22 * 16, 30 * 16, dtype, decode=decode, tile=tile)
+    estimate = tiling.peak_bytes(vae.config, 14 * 16, 26 * 16, dtype, decode=decode, tile=tile)
     assert 0.95 < estimate / live.peak < 1.05
 
 
@@ -264,9 +263,9 @@ def test_tile_follows_the_budget(decode):
 
 
 def test_budget_is_obeyed():
-    vae, z = small(8, 12), latent(30, 22)
+    vae, z = small(8, 12), latent(26, 14)
     expected = vae.decode(z)
-    budget = tiling.peak_bytes(vae.config, 22 * 16, 30 * 16, z.dtype, decode=True) // 2
+    budget = tiling.peak_bytes(vae.config, 14 * 16, 26 * 16, z.dtype, decode=True) // 2
     with Live(z, *vae.parameters()) as live:
         result = tiling.decode(vae, z, budget)
     assert live.peak < budget

@@ -140,9 +140,9 @@ def test_norm_is_taken_in_fp32(dtype):
 
 def test_gammas_follow_the_input():
     """ComfyUI leaves bare parameters where they are when it streams the weights of layers."""
-    norm = qwen21.vae.RMSNorm(6, 3).requires_grad_(False)
-    out = norm(torch.empty(1, 6, 2, 2, dtype=torch.bfloat16, device="meta"))
-    assert out.is_meta and out.dtype == torch.bfloat16
+    norm = qwen21.vae.RMSNorm(6, 3, device="meta").requires_grad_(False)
+    with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):  # it tries to move the gamma
+        norm(torch.ones(1, 6, 2, 2))
 
 
 class Shapes(TorchDispatchMode):
