@@ -1,4 +1,4 @@
-"""What the nodes share: their category and the types of our own."""
+"""What the nodes share: their category, the types of our own, and the keys in a CONDITIONING's dictionary."""
 
 from comfy_api.latest import io
 
@@ -6,3 +6,7 @@ CATEGORY = "Qwen-Image 2.1"
 Encoder = io.Custom("QWEN21_ENCODER")
 References = io.Custom("QWEN21_REFERENCES")
 MAX_SIDE = 16384
+
+SLOTS, LATENTS = "image_slots", "reference_latents"  # the keys that core's own Qwen-Image 2.1 nodes use
+PADS = "qwen21_image_pads"  # (start, length) of each reference's vision tokens, where they stay in the states
+REPORT = "qwen21_report"  # what the encoder did, for the sampler's report

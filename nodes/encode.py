@@ -4,8 +4,8 @@ import torch
 from comfy_api.latest import io
 
 from ..qwen21.config import SIZE_MULTIPLE
-from .bridge.condition import LATENTS, PADS, REPORT, SLOTS
-from .common import CATEGORY, MAX_SIDE, Encoder, References
+from ..qwen21.options import CANVASES
+from .common import CATEGORY, LATENTS, MAX_SIDE, PADS, REPORT, SLOTS, Encoder, References
 from .latent import empty_latent
 from .references import encode_reference
 
@@ -37,7 +37,7 @@ class Qwen21EncodePrompt(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "canvas",
-                    options=["last", "first", "largest", "size"],
+                    options=[*CANVASES, "size"],
                     default="last",
                     tooltip="Which reference the latent output's size follows; size takes width and height. Without references it is always width and height.",
                 ),

@@ -4,7 +4,7 @@ import torch
 from comfy_api.latest import io
 
 from ..qwen21.config import LATENT_PIXELS, SIZE_MULTIPLE
-from ..qwen21.schedule import make_schedule
+from ..qwen21.options import SCHEDULES
 from .common import CATEGORY, MAX_SIDE
 
 
@@ -60,7 +60,7 @@ class Qwen21Schedule(io.ComfyNode):
             inputs=[
                 io.Combo.Input(
                     "schedule",
-                    options=["auto", "base", "turbo"],
+                    options=list(SCHEDULES),
                     default="auto",
                     tooltip="auto is Turbo's where the model is a Turbo one, else base.",
                 ),
@@ -99,6 +99,7 @@ class Qwen21Schedule(io.ComfyNode):
 
     @classmethod
     def execute(cls, schedule, steps, denoise, width, height, model=None, latent=None):
+        from ..qwen21.schedule import make_schedule
         from .sample import resolve_schedule
 
         tokens = width * height // LATENT_PIXELS**2

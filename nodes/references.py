@@ -3,10 +3,8 @@
 from comfy_api.latest import io
 
 from ..qwen21.errors import UserError
-from ..qwen21.images import to_pixels, with_mask
-from ..qwen21.prompt import FITS, Reference, check_count
-from .bridge.condition import LATENTS, PADS, SLOTS
-from .common import CATEGORY, References
+from ..qwen21.options import FITS
+from .common import CATEGORY, LATENTS, PADS, SLOTS, References
 
 
 class Qwen21AddReference(io.ComfyNode):
@@ -57,6 +55,9 @@ class Qwen21AddReference(io.ComfyNode):
 
     @classmethod
     def execute(cls, image, mask=None, references=None, resolution=1024, fit="resize"):
+        from ..qwen21.images import with_mask
+        from ..qwen21.prompt import Reference, check_count
+
         chain = list(references or [])
         check_count(len(chain) + len(image))
         for i, picture in enumerate(image):
@@ -130,4 +131,6 @@ def encode_reference(vae, reference):
             f"the VAE has {getattr(vae, 'latent_channels', 'unknown')} latent channels, Qwen-Image 2.1 has 64; load it "
             "with Qwen21LoadVAE"
         )
+    from ..qwen21.images import to_pixels
+
     return vae.encode(to_pixels(reference.image)[None])

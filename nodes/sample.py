@@ -10,11 +10,8 @@ from comfy_api.latest import io, ui
 
 from ..qwen21.config import LATENT_PIXELS, SIZE_MULTIPLE, ScheduleConfig
 from ..qwen21.errors import UserError
-from ..qwen21.manifest import library_versions
-from ..qwen21.sampler import EDIT_NOISES, draw_noise, noise_seed
-from ..qwen21.schedule import Schedule, custom_sigmas, make_schedule
-from .bridge.condition import LATENTS, REPORT
-from .common import CATEGORY
+from ..qwen21.options import EDIT_NOISES, SCHEDULES
+from .common import CATEGORY, LATENTS, PADS, REPORT
 
 SAMPLERS = ["euler", *[name for name in comfy.samplers.SAMPLER_NAMES if name != "euler"]]
 
@@ -55,7 +52,7 @@ class Qwen21Sampler(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "schedule",
-                    options=["auto", "base", "turbo"],
+                    options=list(SCHEDULES),
                     default="auto",
                     tooltip="auto is Turbo's for a Turbo model, else base. Wired sigmas override it.",
                 ),
@@ -128,6 +125,8 @@ class Qwen21Sampler(io.ComfyNode):
         cls, model, positive, latent, seed, steps, cfg, schedule, sampler_name, denoise, edit_noise, prefix_cache,
         negative=None, cfg_start=0.0, cfg_end=1.0, sigmas=None,
     ):  # fmt: skip
+        from ..qwen21.manifest import library_versions
+        from ..qwen21.sampler import draw_noise, noise_seed
         from .bridge.model import is_cores, is_ours, with_prefix_options
 
         if not is_ours(model) and not is_cores(model):
@@ -145,7 +144,7 @@ class Qwen21Sampler(io.ComfyNode):
         noise = draw_noise(tuple(samples.shape), noise_seed(seed, references, edit_noise))
         if is_ours(model):
             model = with_prefix_options(model, prefix_cache == "on", "auto")
-        guider = Guider(model, chosen.sigmas, cfg_start, cfg_end)
+        guider = Guider(model, cfg_start, cfg_end)
         guider.set_conds(positive, negative if guided else positive)
         guider.set_cfg(cfg if guided else 1.0)
         result = guider.sample(
@@ -190,19 +189,17 @@ class Qwen21Sampler(io.ComfyNode):
 
 
 class Guider(comfy.samplers.CFGGuider):
-    """Core's guidance, in a range of the steps only."""
+    """Core's guidance, in a part of the steps only: from `start` (0 to 1) up to `end`."""
 
-    def __init__(self, model, sigmas, start, end):
+    def __init__(self, model, start, end):
         super().__init__(model)
-        steps = len(sigmas) - 1
-        levels = [1.1, *sigmas.tolist()]
-        self._above, self._from = levels[round(start * steps) + (start > 0)], levels[min(round(end * steps), steps) + 1]
-        self._whole = start <= 0 and end >= 1
+        self.start, self.end = start, end
 
     def predict_noise(self, x, timestep, model_options={}, seed=None):  # noqa: B006 (core's signature)
-        level = float(timestep.max())
-        guided = self._whole or self._from < level <= self._above + 1e-6
-        kept, self.cfg = self.cfg, self.cfg if guided else 1.0
+        # The grid in use, not the one asked for: a wrapper may have replaced it.
+        sigmas = model_options["transformer_options"]["sample_sigmas"]
+        done = (int((sigmas[:-1] >= timestep.max()).sum()) - 1) / (len(sigmas) - 1)
+        kept, self.cfg = self.cfg, self.cfg if self.start <= done < self.end else 1.0
         try:
             return super().predict_noise(x, timestep, model_options, seed)
         finally:
@@ -236,6 +233,8 @@ def resolve_schedule(schedule, model):
 
 
 def choose_schedule(model, samples, schedule, steps, denoise, sigmas):
+    from ..qwen21.schedule import Schedule, custom_sigmas, make_schedule
+
     if sigmas is not None:
         return Schedule(custom_sigmas(sigmas.tolist()), "custom")
     kind, config = resolve_schedule(schedule, model)
@@ -245,7 +244,7 @@ def choose_schedule(model, samples, schedule, steps, denoise, sigmas):
 
 def warnings(schedule, positive):
     found = list(schedule.warnings)
-    if any("image_pads" in key for key in positive[0][1]):
+    if PADS in positive[0][1]:
         found.append("references were seen by the encoder alone: wire the VAE into Qwen21EncodePrompt")
     return found
 

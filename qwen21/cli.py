@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from .config import MAX_REFERENCES
 from .errors import UserError
+from .options import CANVASES, EDIT_NOISES, SCHEDULES
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -97,9 +98,7 @@ def _add_generate(p: argparse.ArgumentParser) -> None:
         default=1024,
         help="references and default output have about R x R pixels",
     )
-    picture.add_argument(
-        "--canvas", choices=("last", "first", "largest"), default="last", help="which reference the output size follows"
-    )
+    picture.add_argument("--canvas", choices=CANVASES, default="last", help="which reference the output size follows")
     picture.add_argument("--batch", metavar="N", type=int, default=1, help="pictures per run")
     picture.add_argument("--init-image", metavar="F", type=Path, help="start from this picture instead of pure noise")
     picture.add_argument(
@@ -112,9 +111,7 @@ def _add_generate(p: argparse.ArgumentParser) -> None:
     sampling = p.add_argument_group("sampling")
     sampling.add_argument("--seed", metavar="N", type=int, default=0)
     sampling.add_argument("--steps", metavar="N", type=int, help="default 40; Turbo always runs 8")
-    sampling.add_argument(
-        "--schedule", choices=("auto", "base", "turbo"), default="auto", help="auto: Turbo for Turbo checkpoints"
-    )
+    sampling.add_argument("--schedule", choices=SCHEDULES, default="auto", help="auto: Turbo for Turbo checkpoints")
     sampling.add_argument(
         "--sigmas", metavar="S,S,...", type=_sigmas, help="a grid of your own, strictly falling within 1 and 0"
     )
@@ -132,7 +129,7 @@ def _add_generate(p: argparse.ArgumentParser) -> None:
     )
     sampling.add_argument(
         "--edit-noise",
-        choices=("decorrelated", "released"),
+        choices=EDIT_NOISES,
         default="decorrelated",
         help="noise of edits: from a moved seed, or the released pipeline's",
     )

@@ -20,6 +20,7 @@ from PIL import Image
 from .config import LATENT_PIXELS, MAX_REFERENCES, SIZE_MULTIPLE
 from .errors import UserError
 from .images import to_rgba
+from .options import CANVASES, FITS
 
 DEFAULT_RESOLUTION = 1024
 SYSTEM_PROMPT = "Comprehend and analyze the provided prompt."
@@ -31,7 +32,6 @@ TEMPORAL_PATCH = 2  # frames per vision patch; a picture fills all with itself
 VISION_MERGE = SIZE_MULTIPLE // LATENT_PIXELS  # patches per vision token, each way
 
 Size = tuple[int, int]  # (width, height)
-FITS = ("resize", "mirror")  # how a reference meets the grid of 32 pixels
 
 
 class Tokenizer(Protocol):
@@ -84,7 +84,7 @@ def canvas_size(sizes: Sequence[Size], choice: str | Size = "last", resolution: 
     if not isinstance(choice, str):
         width, height = choice
         return _floored(_positive(width, "the width", SIZE_MULTIPLE), _positive(height, "the height", SIZE_MULTIPLE))
-    if choice not in ("last", "first", "largest"):
+    if choice not in CANVASES:
         raise UserError(f"the canvas is {choice!r}, expected 'last', 'first', 'largest' or a size as width and height")
     if not sizes:
         resolution = _positive(resolution, "the resolution", SIZE_MULTIPLE)

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from .errors import UserError
+from .options import EDIT_NOISES
 
 # An edit that starts from the noise which once made its own reference comes out as a haloed copy that ignores the
 # instruction. So edits draw from another seed: seed + EDIT_SEED_OFFSET * (1 + references), modulo 2^64. The offset is
 # odd in its low 32 bits, all that the CPU generator uses, so no number of references gives the seed back.
 EDIT_SEED_OFFSET = 0x9E3779B97F4A7C15
-EDIT_NOISES = ("decorrelated", "released")
 
 Velocity = Callable[[Tensor, float], Tensor]  # x [B, C, h, w], sigma -> v [B, C, h, w]
 

@@ -14,12 +14,9 @@ from torch import Tensor
 from ...qwen21.errors import UserError
 from ...qwen21.prefix import Prefix
 from ...qwen21.sequence import settle_slots
+from ..common import LATENTS, SLOTS
 
 log = logging.getLogger(__name__)
-
-SLOTS, LATENTS = "image_slots", "reference_latents"  # the keys that core's own Qwen-Image 2.1 nodes use
-PADS = "qwen21_image_pads"  # (start, length) of each reference's vision tokens, where they stay in the states
-REPORT = "qwen21_report"  # what the encoder did, for the sampler's report
 
 
 @dataclass(eq=False)

@@ -9,9 +9,8 @@ import comfy.model_patcher
 import folder_paths
 import torch
 
-from ...qwen21.checkpoint.files import read_json
-from ...qwen21.checkpoint.load import COMPONENTS
 from ...qwen21.errors import UserError
+from ...qwen21.options import COMPONENTS
 
 FOLDERS = {"dit": "diffusion_models", "encoder": "text_encoders", "vae": "vae"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -66,6 +65,8 @@ def _model_folders() -> dict[str, Path]:
 
 
 def _is_ours(index: Path) -> bool:
+    from ...qwen21.checkpoint.files import read_json
+
     try:
         return str(read_json(index).get("_class_name", "")).startswith("QwenImage21")
     except UserError:

@@ -20,8 +20,6 @@ from .detect import Identity, expect
 from .files import Checkpoint, open_checkpoint, read_json
 from .keymap import Source
 
-COMPONENTS = {"transformer": "dit", "text_encoder": "encoder", "vae": "vae"}  # folder of a whole model -> slot
-
 
 @dataclass(frozen=True)
 class Component:

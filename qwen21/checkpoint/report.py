@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import UserError
+from ..options import COMPONENTS
 from .detect import SLOTS, Identity, identify
 from .files import Checkpoint, open_checkpoint, read_json
-from .load import COMPONENTS, check_sources, module_of
+from .load import check_sources, module_of
 
 GIB = 2**30
 

@@ -27,9 +27,7 @@ class Bar(Protocol):
 class Follower:
     """Follows one workflow to its end. `errors` are the lines of nodes that failed."""
 
-    def __init__(
-        self, server: Server, socket: WebSocket | None, workflow: Workflow, prompt_id: str, bar: Bar
-    ) -> None:
+    def __init__(self, server: Server, socket: WebSocket | None, workflow: Workflow, prompt_id: str, bar: Bar) -> None:
         self._server, self._socket = server, socket
         self._workflow, self._prompt_id, self._bar = workflow, prompt_id, bar
         self.errors: list[str] = []

@@ -130,7 +130,9 @@ class Server:
                 connection.close()
         except (OSError, UnicodeError, http.client.HTTPException) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            problem = f"{self.url}: no server answers there ({reason}); start ComfyUI, or give its address with --server"
+            problem = (
+                f"{self.url}: no server answers there ({reason}); start ComfyUI, or give its address with --server"
+            )
             raise UserError(problem) from error
 
     def _json(self, method: str, path: str) -> dict[str, Any]:
@@ -142,5 +144,7 @@ class Server:
         except ValueError:
             value = None
         if not isinstance(value, dict):
-            raise UserError(f"{self.url}: answers {method} {path} not as ComfyUI does (status {status}); check --server")
+            raise UserError(
+                f"{self.url}: answers {method} {path} not as ComfyUI does (status {status}); check --server"
+            )
         return value

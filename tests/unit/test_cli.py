@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from PIL import Image
@@ -14,7 +15,8 @@ from safetensors import safe_open
 
 from qwen21.cli import main
 from tests import tiny
-from tests.conftest import ROOT
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")

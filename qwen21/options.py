@@ -1,0 +1,7 @@
+"""Choices that people are offered, by name. Nothing else is imported, so that menus cost nothing to build."""
+
+FITS = ("resize", "mirror")  # how a reference meets the grid of 32 pixels
+EDIT_NOISES = ("decorrelated", "released")  # where an edit's noise comes from
+CANVASES = ("last", "first", "largest")  # which reference the output's size follows
+SCHEDULES = ("auto", "base", "turbo")
+COMPONENTS = {"transformer": "dit", "text_encoder": "encoder", "vae": "vae"}  # folder of a whole model -> slot
