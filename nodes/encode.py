@@ -17,7 +17,10 @@ class Qwen21EncodePrompt(io.ComfyNode):
             node_id="Qwen21EncodePrompt",
             display_name="Encode Qwen-Image 2.1 prompt",
             category=CATEGORY,
-            description="Reads a prompt together with its references. Use a second one, with the same references, for a negative prompt.",
+            description=(
+                "Reads a prompt together with its references. Use a second one, with the same references, for a "
+                "negative prompt."
+            ),
             inputs=[
                 Encoder.Input("encoder", tooltip="From Qwen21LoadEncoder."),
                 io.String.Input(
@@ -33,13 +36,19 @@ class Qwen21EncodePrompt(io.ComfyNode):
                 io.Vae.Input(
                     "vae",
                     optional=True,
-                    tooltip="Needed for references to be seen in detail. Without it only what the encoder saw of them is used.",
+                    tooltip=(
+                        "Needed for references to be seen in detail. Without it only what the encoder saw of them is"
+                        " used."
+                    ),
                 ),
                 io.Combo.Input(
                     "canvas",
                     options=[*CANVASES, "size"],
                     default="last",
-                    tooltip="Which reference the latent output's size follows; size takes width and height. Without references it is always width and height.",
+                    tooltip=(
+                        "Which reference the latent output's size follows; size takes width and height. Without "
+                        "references it is always width and height."
+                    ),
                 ),
                 io.Int.Input(
                     "width",

@@ -116,7 +116,10 @@ class Qwen21LoadVAE(io.ComfyNode):
                     "alpha",
                     options=["auto", "keep", "over white"],
                     default="auto",
-                    tooltip="auto gives RGB where the picture is opaque everywhere, else RGBA; keep is always RGBA; over white flattens.",
+                    tooltip=(
+                        "auto gives RGB where the picture is opaque everywhere, else RGBA; keep is always RGBA; over"
+                        " white flattens."
+                    ),
                 ),
             ],
             outputs=[

@@ -14,13 +14,19 @@ class Qwen21AddReference(io.ComfyNode):
             node_id="Qwen21AddReference",
             display_name="Add reference",
             category=CATEGORY,
-            description="Adds a picture (or each of a batch) to the references. Chain up to ten; prompts call them <image1>, <image2>, ... in this order.",
+            description=(
+                "Adds a picture (or each of a batch) to the references. Chain up to ten; prompts call them <image1>,"
+                " <image2>, ... in this order."
+            ),
             inputs=[
                 io.Image.Input("image", tooltip="RGB or RGBA; a batch of n is n references."),
                 io.Mask.Input(
                     "mask",
                     optional=True,
-                    tooltip="Transparency as Load Image gives it: 1 is transparent. Resized to the picture; 64x64 zeros mean opaque.",
+                    tooltip=(
+                        "Transparency as Load Image gives it: 1 is transparent. Resized to the picture; 64x64 zeros "
+                        "mean opaque."
+                    ),
                 ),
                 References.Input("references", optional=True, tooltip="The references before this one."),
                 io.Int.Input(
@@ -29,13 +35,19 @@ class Qwen21AddReference(io.ComfyNode):
                     min=32,
                     max=4096,
                     step=32,
-                    tooltip="The reference becomes about resolution x resolution pixels. Larger sees more and costs more memory.",
+                    tooltip=(
+                        "The reference becomes about resolution x resolution pixels. Larger sees more and costs more"
+                        " memory."
+                    ),
                 ),
                 io.Combo.Input(
                     "fit",
                     options=list(FITS),
                     default="resize",
-                    tooltip="resize bends the picture by a few pixels to multiples of 32; mirror pads instead, and the outputs say how to crop it back.",
+                    tooltip=(
+                        "resize bends the picture by a few pixels to multiples of 32; mirror pads instead, and the "
+                        "outputs say how to crop it back."
+                    ),
                 ),
             ],
             outputs=[
@@ -43,7 +55,10 @@ class Qwen21AddReference(io.ComfyNode):
                 io.Int.Output(
                     "crop_width",
                     display_name="crop width",
-                    tooltip="Width of the picture itself in the last reference, from its top left; smaller than the reference where it was padded.",
+                    tooltip=(
+                        "Width of the picture itself in the last reference, from its top left; smaller than the "
+                        "reference where it was padded."
+                    ),
                 ),
                 io.Int.Output(
                     "crop_height",
@@ -73,7 +88,10 @@ class Qwen21SpliceReferences(io.ComfyNode):
             node_id="Qwen21SpliceReferences",
             display_name="Splice references",
             category=CATEGORY,
-            description="Puts reference latents at their slots in a prompt that was encoded with the same references but without a VAE.",
+            description=(
+                "Puts reference latents at their slots in a prompt that was encoded with the same references but "
+                "without a VAE."
+            ),
             inputs=[
                 io.Conditioning.Input(
                     "conditioning", tooltip="From Qwen21EncodePrompt with these references and no VAE."
@@ -98,7 +116,8 @@ def splice(states, extra, references, vae):
     pads = extra.pop(PADS, None)
     if pads is None:
         raise UserError(
-            "this conditioning has no open slots: encode the prompt by Qwen21EncodePrompt with the references and without "
+            "this conditioning has no open slots: encode the prompt by Qwen21EncodePrompt with the references and "
+            "without "
             "a VAE, then splice"
         )
     if len(pads) != len(references):

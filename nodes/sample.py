@@ -11,7 +11,7 @@ from comfy_api.latest import io, ui
 from ..qwen21.config import LATENT_PIXELS, SIZE_MULTIPLE, ScheduleConfig
 from ..qwen21.errors import UserError
 from ..qwen21.options import EDIT_NOISES, SCHEDULES
-from .common import CATEGORY, LATENTS, PADS, REPORT
+from .common import CATEGORY, LATENTS
 
 SAMPLERS = ["euler", *[name for name in comfy.samplers.SAMPLER_NAMES if name != "euler"]]
 
@@ -31,7 +31,9 @@ class Qwen21Sampler(io.ComfyNode):
                 io.Conditioning.Input("positive", tooltip="From Qwen21EncodePrompt."),
                 io.Latent.Input(
                     "latent",
-                    tooltip="An empty canvas, or a picture's latent to start from; its noise mask says what may change.",
+                    tooltip=(
+                        "An empty canvas, or a picture's latent to start from; its noise mask says what may change."
+                    ),
                 ),
                 io.Int.Input(
                     "seed",
@@ -71,7 +73,10 @@ class Qwen21Sampler(io.ComfyNode):
                     "edit_noise",
                     options=list(EDIT_NOISES),
                     default="decorrelated",
-                    tooltip="decorrelated keeps an edit from starting at the very noise that made its reference; released does as the released pipeline.",
+                    tooltip=(
+                        "decorrelated keeps an edit from starting at the very noise that made its reference; "
+                        "released does as the released pipeline."
+                    ),
                 ),
                 io.Combo.Input(
                     "prefix_cache",
@@ -125,9 +130,9 @@ class Qwen21Sampler(io.ComfyNode):
         cls, model, positive, latent, seed, steps, cfg, schedule, sampler_name, denoise, edit_noise, prefix_cache,
         negative=None, cfg_start=0.0, cfg_end=1.0, sigmas=None,
     ):  # fmt: skip
-        from ..qwen21.manifest import library_versions
-        from ..qwen21.sampler import draw_noise, noise_seed
+        from ..qwen21.sampler import noise_seed
         from .bridge.model import is_cores, is_ours, with_prefix_options
+        from .report import build_report, summary
 
         if not is_ours(model) and not is_cores(model):
             raise UserError(
@@ -141,7 +146,8 @@ class Qwen21Sampler(io.ComfyNode):
                 f"cfg is {cfg:g} but no negative is wired; wire a second Qwen21EncodePrompt, or set cfg to 1"
             )
         references = len(positive[0][1].get(LATENTS) or [])
-        noise = draw_noise(tuple(samples.shape), noise_seed(seed, references, edit_noise))
+        moved = noise_seed(seed, references, edit_noise)
+        noise = comfy.sample.prepare_noise(samples, moved, latent.get("batch_index"))
         if is_ours(model):
             model = with_prefix_options(model, prefix_cache == "on", "auto")
         guider = Guider(model, cfg_start, cfg_end)
@@ -158,34 +164,28 @@ class Qwen21Sampler(io.ComfyNode):
         )
         if not bool(torch.isfinite(result).all()):
             raise UserError("the latent is not finite: the checkpoint holds NaN or overflows; load it as bf16 or fp32")
-        text = json.dumps(
+        report = build_report(
+            model,
+            positive,
+            negative if guided else None,
+            chosen,
             {
-                "model": model_report(model),
-                "schedule": {"kind": chosen.kind, "sigmas": [round(s, 7) for s in chosen.sigmas.tolist()]},
                 "sampler": sampler_name,
                 "seed": seed,
-                "noise": {
-                    "mode": edit_noise if references else "released",
-                    "seed": noise_seed(seed, references, edit_noise),
-                },
+                "noise": {"mode": edit_noise if references else "released", "seed": moved},
                 "cfg": cfg if guided else 1.0,
                 "cfg_range": [cfg_start, cfg_end] if guided else None,
                 "denoise": denoise,
                 "size": [samples.shape[-1] * LATENT_PIXELS, samples.shape[-2] * LATENT_PIXELS],
                 "batch": samples.shape[0],
                 "prefix_cache": prefix_cache if is_ours(model) else "core's MODEL has no prefix store",
-                "positive": positive[0][1].get(REPORT),
-                "negative": negative[0][1].get(REPORT) if guided else None,
-                "warnings": warnings(chosen, positive),
-                "versions": library_versions(),
             },
-            ensure_ascii=False,
-            indent=1,
         )
         if cls.hidden.extra_pnginfo is not None:
-            cls.hidden.extra_pnginfo["qwen21"] = json.loads(text)
+            cls.hidden.extra_pnginfo["qwen21"] = report  # travels into the pictures that SaveImage writes
+        text = json.dumps(report, ensure_ascii=False, indent=1)
         kept = {key: value for key, value in latent.items() if key != "downscale_ratio_spacial"}
-        return io.NodeOutput(kept | {"samples": result}, text, ui=ui.PreviewText(summary(json.loads(text))))
+        return io.NodeOutput(kept | {"samples": result}, text, ui=ui.PreviewText(summary(report)))
 
 
 class Guider(comfy.samplers.CFGGuider):
@@ -242,41 +242,6 @@ def choose_schedule(model, samples, schedule, steps, denoise, sigmas):
     return make_schedule(kind, tokens, steps=steps, denoise=denoise, config=config)
 
 
-def warnings(schedule, positive):
-    found = list(schedule.warnings)
-    if PADS in positive[0][1]:
-        found.append("references were seen by the encoder alone: wire the VAE into Qwen21EncodePrompt")
-    return found
-
-
-def model_report(model):
-    part = getattr(model.model, "part", None)
-    if part is None:
-        return {"class": type(model.model).__name__}
-    patches = sorted({str(key) for key in model.patches})
-    return {
-        "file": part.checkpoint.path.name,
-        "fingerprint": part.checkpoint.fingerprint,
-        "weights": part.identity.quantization,
-        "dtype": str(model.model.compute_dtype).removeprefix("torch."),
-        "patched_weights": len(patches),
-    }
-
-
-def summary(report):
-    """The report in a few lines, for the node."""
-    references = (report["positive"] or {}).get("references", [])
-    lines = [
-        f"{report['schedule']['kind']}, {len(report['schedule']['sigmas']) - 1} steps, {report['sampler']}",
-        f"{report['size'][0]}x{report['size'][1]}, seed {report['seed']}, {report['noise']['mode']} noise",
-    ]
-    lines += [
-        f"reference {i}: {r['original'][0]}x{r['original'][1]} as {r['resized'][0]}x{r['resized'][1]}, {r['tokens']} tokens"
-        for i, r in enumerate(references, 1)
-    ]
-    return "\n".join([*lines, *[f"! {warning}" for warning in report["warnings"]]])
-
-
 class Qwen21PrefixCache(io.ComfyNode):
     @classmethod
     def define_schema(cls):
@@ -284,7 +249,10 @@ class Qwen21PrefixCache(io.ComfyNode):
             node_id="Qwen21PrefixCache",
             display_name="Qwen-Image 2.1 prefix cache",
             category=CATEGORY,
-            description="How the prefix of text and references is kept, for people who use KSampler. Qwen21Sampler has its own switch.",
+            description=(
+                "How the prefix of text and references is kept, for people who use KSampler. Qwen21Sampler has its "
+                "own switch."
+            ),
             inputs=[
                 io.Model.Input("base_model", display_name="model", tooltip="From Qwen21LoadDiT."),
                 io.Combo.Input(
@@ -297,7 +265,9 @@ class Qwen21PrefixCache(io.ComfyNode):
                     "device",
                     options=["auto", "gpu", "cpu"],
                     default="auto",
-                    tooltip="Where the prefix is kept: auto is the GPU while half of its free memory holds it, else RAM.",
+                    tooltip=(
+                        "Where the prefix is kept: auto is the GPU while half of its free memory holds it, else RAM."
+                    ),
                 ),
             ],
             outputs=[io.Model.Output("model", display_name="model", tooltip="The same model with these settings.")],

@@ -85,7 +85,8 @@ class DiTConfig:
             raise UserError(f"patch_size is {config['patch_size']}, but Qwen-Image 2.1 has 1; is this another model?")
         if not config.get("causal_condition", True):
             raise UserError(
-                "causal_condition is off, but every Qwen-Image 2.1 release has it on: its prefix must not depend on the "
+                "causal_condition is off, but every Qwen-Image 2.1 release has it on: its prefix must not depend on "
+                "the "
                 "step; is this another model?"
             )
         names = {

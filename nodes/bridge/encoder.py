@@ -91,6 +91,7 @@ def _tokenizer_folder(path: Path, vocabulary: int) -> Path:
             continue
     models = folder_paths.get_folder_paths("text_encoders")[0]
     raise UserError(
-        f"no tokenizer of {vocabulary} tokens found beside {path.name} or in ComfyUI; put the model's processor/ folder "
+        f"no tokenizer of {vocabulary} tokens found beside {path.name} or in ComfyUI; put the model's processor/ "
+        f"folder "
         f"at {Path(models).name}/{path.stem}/"
     )

@@ -123,7 +123,7 @@ class ComfyDiT(DiT):
     def _prefix(
         self, condition: Condition, row: int, x: Tensor, options: dict[str, Any], settings: dict[str, Any]
     ) -> Prefix:
-        """The prefix of one text of the condition, computed in the first step of a run and dropped with its condition."""
+        """The prefix of one text of the condition: computed in a run's first step, dropped with the condition."""
         cached = settings.get("cache", True) and condition.stable
         if cached and row in condition.prefixes:
             return condition.prefixes[row]

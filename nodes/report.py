@@ -1,0 +1,51 @@
+"""The sampler's report: what ran, what a rerun has to pin, and the same in a few lines for the node."""
+
+from ..qwen21.manifest import library_versions
+from .common import PADS, REPORT
+
+
+def build_report(model, positive, negative, schedule, settings):
+    """The report as a dictionary. `negative` is None where nothing was guided; `settings` are the sampler's own."""
+    return {
+        "model": _model(model),
+        "schedule": {"kind": schedule.kind, "sigmas": [round(s, 7) for s in schedule.sigmas.tolist()]},
+        **settings,
+        "positive": positive[0][1].get(REPORT),
+        "negative": None if negative is None else negative[0][1].get(REPORT),
+        "warnings": _warnings(schedule, positive),
+        "versions": library_versions(),
+    }
+
+
+def _model(model):
+    part = getattr(model.model, "part", None)
+    if part is None:
+        return {"class": type(model.model).__name__}
+    return {
+        "file": part.checkpoint.path.name,
+        "fingerprint": part.checkpoint.fingerprint,
+        "weights": part.identity.quantization,
+        "dtype": str(model.model.compute_dtype).removeprefix("torch."),
+        "patched_weights": len(model.patches),
+    }
+
+
+def _warnings(schedule, positive):
+    found = list(schedule.warnings)
+    if PADS in positive[0][1]:
+        found.append("references were seen by the encoder alone: wire the VAE into Qwen21EncodePrompt")
+    return found
+
+
+def summary(report):
+    """A few lines for the node."""
+    references = (report["positive"] or {}).get("references", [])
+    width, height = report["size"]
+    lines = [
+        f"{report['schedule']['kind']}, {len(report['schedule']['sigmas']) - 1} steps, {report['sampler']}",
+        f"{width}x{height}, seed {report['seed']}, {report['noise']['mode']} noise",
+    ]
+    for i, r in enumerate(references, 1):
+        original, resized = ("x".join(map(str, r[key])) for key in ("original", "resized"))
+        lines.append(f"reference {i}: {original} as {resized}, {r['tokens']} tokens")
+    return "\n".join([*lines, *[f"! {warning}" for warning in report["warnings"]]])
