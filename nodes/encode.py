@@ -5,7 +5,7 @@ from comfy_api.latest import io
 
 from ..qwen21.config import SIZE_MULTIPLE
 from ..qwen21.options import CANVASES
-from .common import CATEGORY, LATENTS, MAX_SIDE, PADS, REPORT, SLOTS, Encoder, References
+from .common import CATEGORY, LATENTS, MAX_SIDE, PADS, REPORT, SEEN_BY_BOTH, SEEN_BY_ENCODER, SLOTS, Encoder, References
 from .latent import empty_latent
 from .references import encode_reference
 
@@ -110,7 +110,7 @@ def report(encoder, prompt, references, text, vae):
                 "resized": list(reference.image.size),
                 "tokens": reference.width * reference.height if vae is not None else 0,
                 "slot": slot,
-                "seen": "by encoder and transformer" if vae is not None else "by the encoder alone (no VAE wired)",
+                "seen": SEEN_BY_ENCODER if vae is None else SEEN_BY_BOTH,
             }
             for reference, slot in zip(references, slots, strict=True)
         ],

@@ -4,7 +4,7 @@ from comfy_api.latest import io
 
 from ..qwen21.errors import UserError
 from ..qwen21.options import FITS
-from .common import CATEGORY, LATENTS, PADS, SLOTS, References
+from .common import CATEGORY, LATENTS, PADS, REPORT, SEEN_BY_BOTH, SLOTS, References
 
 
 class Qwen21AddReference(io.ComfyNode):
@@ -129,7 +129,18 @@ def splice(states, extra, references, vae):
             raise UserError(f"reference {i} is not the picture the prompt was encoded with: wire the same references")
     kept, slots = without_pads(states.shape[1], pads)
     extra |= {SLOTS: slots, LATENTS: [encode_reference(vae, reference) for reference in references]}
+    if REPORT in extra:
+        extra[REPORT] = spliced_report(extra[REPORT], references, slots, vae)
     return states[:, kept], extra
+
+
+def spliced_report(report, references, slots, vae):
+    """The encoder's report, with what the splice changed."""
+    seen = [
+        described | {"tokens": reference.width * reference.height, "slot": slot, "seen": SEEN_BY_BOTH}
+        for described, reference, slot in zip(report["references"], references, slots, strict=True)
+    ]
+    return report | {"references": seen, "vae": getattr(vae, "name", None)}
 
 
 def without_pads(tokens, pads):

@@ -122,8 +122,10 @@ class Qwen21Sampler(io.ComfyNode):
         )
 
     @classmethod
-    def check_lazy_status(cls, cfg, negative=None, **kwargs):
-        return ["negative"] if cfg != 1 and negative is None else []
+    def check_lazy_status(cls, cfg, cfg_start=0.0, cfg_end=1.0, **inputs):
+        # An input that is not wired is not among them, and asking for it would be core's error instead of ours.
+        waiting = "negative" in inputs and inputs["negative"] is None
+        return ["negative"] if waiting and guides(cfg, cfg_start, cfg_end) else []
 
     @classmethod
     def execute(
@@ -140,7 +142,7 @@ class Qwen21Sampler(io.ComfyNode):
             )
         samples = canvas(latent)
         chosen = choose_schedule(model, samples, schedule, steps, denoise, sigmas)
-        guided = cfg != 1 and cfg_start < cfg_end
+        guided = guides(cfg, cfg_start, cfg_end)
         if guided and negative is None:
             raise UserError(
                 f"cfg is {cfg:g} but no negative is wired; wire a second Qwen21EncodePrompt, or set cfg to 1"
@@ -149,7 +151,7 @@ class Qwen21Sampler(io.ComfyNode):
         moved = noise_seed(seed, references, edit_noise)
         noise = comfy.sample.prepare_noise(samples, moved, latent.get("batch_index"))
         if is_ours(model):
-            model = with_prefix_options(model, prefix_cache == "on", "auto")
+            model = with_prefix_options(model, prefix_cache == "on")
         guider = Guider(model, cfg_start, cfg_end)
         guider.set_conds(positive, negative if guided else positive)
         guider.set_cfg(cfg if guided else 1.0)
@@ -186,6 +188,11 @@ class Qwen21Sampler(io.ComfyNode):
         text = json.dumps(report, ensure_ascii=False, indent=1)
         kept = {key: value for key, value in latent.items() if key != "downscale_ratio_spacial"}
         return io.NodeOutput(kept | {"samples": result}, text, ui=ui.PreviewText(summary(report)))
+
+
+def guides(cfg, start, end):
+    """Whether any step runs the negative: as core, for any value but 1."""
+    return cfg != 1 and start < end
 
 
 class Guider(comfy.samplers.CFGGuider):

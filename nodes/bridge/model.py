@@ -287,9 +287,10 @@ def is_cores(patcher: Any) -> bool:
     return type(patcher.model).__name__ == "QwenImage21"
 
 
-def with_prefix_options(patcher: Any, cache: bool, device: str) -> Any:
-    """A clone that keeps its prefixes as asked."""
+def with_prefix_options(patcher: Any, cache: bool, device: str | None = None) -> Any:
+    """A clone that keeps its prefixes as asked; without a `device`, where the MODEL kept them before."""
     clone = patcher.clone()
-    options = {"cache": cache, "device": device}
-    clone.model_options["transformer_options"] = clone.model_options["transformer_options"] | {OPTIONS: options}
+    options = clone.model_options["transformer_options"]
+    settings = options.get(OPTIONS, {}) | {"cache": cache} | ({"device": device} if device else {})
+    clone.model_options["transformer_options"] = options | {OPTIONS: settings}
     return clone
