@@ -8,20 +8,22 @@ app.registerExtension({
   name: 'Qwen21.Report',
   beforeRegisterNodeDef(nodeType, nodeData) {
     if (nodeData.name !== 'Qwen21Sampler') return
-    const onExecuted = nodeType.prototype.onExecuted
+    const { onNodeCreated, onExecuted } = nodeType.prototype
+    // Made with the node: Vue nodes do not draw widgets that come later.
+    nodeType.prototype.onNodeCreated = function () {
+      onNodeCreated?.apply(this, arguments)
+      const options = { multiline: true, placeholder: 'What ran is shown here.' }
+      const { widget } = ComfyWidgets.STRING(this, WIDGET, ['STRING', options], app)
+      widget.serialize = false // not part of the workflow, nor of the prompt
+      widget.options.serialize = false
+      widget.options.read_only = true
+      if (widget.inputEl) widget.inputEl.readOnly = true
+      widget.value = ''
+    }
     nodeType.prototype.onExecuted = function (output) {
       onExecuted?.apply(this, arguments)
-      const text = (output?.text ?? []).join('\n')
-      if (!text) return
-      let widget = this.widgets?.find(w => w.name === WIDGET)
-      if (!widget) {
-        widget = ComfyWidgets.STRING(this, WIDGET, ['STRING', { multiline: true }], app).widget
-        widget.serialize = false // not part of the workflow, nor of the prompt
-        widget.options.serialize = false
-        if (widget.inputEl) widget.inputEl.readOnly = true
-        this.setSize([this.size[0], this.size[1] + 90])
-      }
-      widget.value = text
+      const widget = this.widgets?.find(w => w.name === WIDGET)
+      if (widget && output?.text) widget.value = output.text.join('\n')
     }
   }
 })
