@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from .config import MAX_REFERENCES
+from . import arguments
+from .config import MAX_BATCH, MAX_REFERENCES
 from .errors import UserError
-from .options import CANVASES, EDIT_NOISES, SCHEDULES
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+LONGEST_LINE = 700
 LATER = {
     "kv_storage": lambda value: value != "native",
     "dtype": lambda value: value == "fp8",
@@ -34,24 +37,67 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; returns its exit code."""
+    """Run a command line; returns its exit code. Nothing a user can cause ends in a traceback."""
+    interrupted: list[bool] = []
+
+    def stop(*_: object) -> NoReturn:
+        interrupted.append(True)  # libraries swallow the exception, or turn it into one of theirs
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
     try:
-        arguments = build_parser().parse_args(argv)
-        return arguments.run(arguments)
-    except UserError as error:
-        print(f"qwen21: {error}", file=sys.stderr)
-        return EXIT_USER_ERROR
-    except KeyboardInterrupt:
-        print("qwen21: interrupted, nothing was written", file=sys.stderr)
-        return EXIT_INTERRUPTED
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, stop)
+        chosen = build_parser().parse_args(argv)
+        return chosen.run(chosen)
+    except (KeyboardInterrupt, Exception) as error:
+        if interrupted or isinstance(error, KeyboardInterrupt):
+            return _end("interrupted, nothing was written", EXIT_INTERRUPTED)
+        message = _explain(error)
+        if message is None:
+            raise
+        return _end(message, EXIT_USER_ERROR)
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, before)
+
+
+def _explain(error: Exception) -> str | None:
+    """An error in words, where it is a user's to mend; None for a bug of ours."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, BrokenPipeError):
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (it stays open), or the interpreter complains once more when it ends
+        return "nobody reads the output any more"
+    if isinstance(error, OSError):
+        return f"{error.filename or 'a file'}: {error.strerror or error}; check the path, its permissions and the disk"
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _is_out_of_memory(error)):
+        return "out of memory; choose a smaller --size, --resolution or --batch, fewer references, or --dtype bf16"
+    return None
+
+
+def _is_out_of_memory(error: RuntimeError) -> bool:
+    from .tiling import is_out_of_memory
+
+    return is_out_of_memory(error)
+
+
+def _end(message: str, code: int) -> int:
+    """Print a message as one line, whatever paths and names it holds."""
+    line = " ".join(message.split())
+    print("qwen21: " + (line if len(line) <= LONGEST_LINE else line[:LONGEST_LINE] + " ..."), file=sys.stderr)
+    return code
 
 
 def build_parser() -> Parser:
     parser = Parser(prog="python -m qwen21", description="Qwen-Image 2.1 without ComfyUI.", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_generate(commands.add_parser("generate", help="paint a picture, or edit some", allow_abbrev=False))
-    run_help = "run a workflow in API format on a running ComfyUI"
-    _add_run(commands.add_parser("run", help=run_help, allow_abbrev=False))
+    generate = commands.add_parser("generate", help="paint a picture, or edit some", allow_abbrev=False)
+    arguments.add_generate(generate)
+    generate.set_defaults(run=run_generate)
+    run = commands.add_parser("run", help="run a workflow in API format on a running ComfyUI", allow_abbrev=False)
+    arguments.add_run(run)
+    run.set_defaults(run=run_workflow)
     inspect = commands.add_parser("inspect", help="say what a checkpoint file or folder is", allow_abbrev=False)
     inspect.add_argument("path", metavar="FILE|FOLDER", type=Path)
     inspect.set_defaults(run=run_inspect)
@@ -61,145 +107,14 @@ def build_parser() -> Parser:
     return parser
 
 
-def _add_generate(p: argparse.ArgumentParser) -> None:
-    p.set_defaults(run=run_generate)
-    model = p.add_argument_group("model")
-    model.add_argument("--model", metavar="FOLDER", type=Path, help="a whole-model diffusers folder")
-    model.add_argument("--dit", metavar="FILE", type=Path, help="transformer: single file or component folder")
-    model.add_argument("--encoder", metavar="FILE", type=Path, help="text encoder: single file or component folder")
-    model.add_argument("--vae", metavar="FILE", type=Path, help="VAE: single file or component folder")
-    model.add_argument("--tokenizer", metavar="DIR", type=Path, help="tokenizer folder; single files need it")
-    model.add_argument(
-        "--dtype", choices=("auto", "fp32", "bf16", "fp16", "fp8"), default="auto", help="auto: bf16 on CUDA, else fp32"
-    )
-    model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    model.add_argument("--lora", metavar="F[:strength]", nargs="+", action="extend", default=[], help="not yet")
-    model.add_argument("--keep", metavar="PATTERN", nargs="+", action="extend", default=[], help="not yet")
-
-    picture = p.add_argument_group("picture")
-    picture.add_argument("--prompt", metavar="P", required=True)
-    picture.add_argument("--negative", metavar="P", help="negative prompt; needs --cfg above 1")
-    picture.add_argument(
-        "--image",
-        metavar="F",
-        type=Path,
-        nargs="+",
-        action="extend",
-        default=[],
-        help=f"references, up to {MAX_REFERENCES}, in order; the prompt may call them <image1>, <image2>, ...",
-    )
-    picture.add_argument(
-        "--size", metavar="WxH", type=_size, help="output size in pixels, rounded down to multiples of 32"
-    )
-    picture.add_argument(
-        "--resolution",
-        metavar="R",
-        type=int,
-        default=1024,
-        help="references and default output have about R x R pixels",
-    )
-    picture.add_argument("--canvas", choices=CANVASES, default="last", help="which reference the output size follows")
-    picture.add_argument("--batch", metavar="N", type=int, default=1, help="pictures per run")
-    picture.add_argument("--init-image", metavar="F", type=Path, help="start from this picture instead of pure noise")
-    picture.add_argument(
-        "--mask", metavar="F", type=Path, help="white where --init-image may change, black where it stays"
-    )
-    picture.add_argument(
-        "--denoise", metavar="D", type=float, default=1.0, help="how much of --init-image is redone, above 0 to 1"
-    )
-
-    sampling = p.add_argument_group("sampling")
-    sampling.add_argument("--seed", metavar="N", type=int, default=0)
-    sampling.add_argument("--steps", metavar="N", type=int, help="default 40; Turbo always runs 8")
-    sampling.add_argument("--schedule", choices=SCHEDULES, default="auto", help="auto: Turbo for Turbo checkpoints")
-    sampling.add_argument(
-        "--sigmas", metavar="S,S,...", type=_sigmas, help="a grid of your own, strictly falling within 1 and 0"
-    )
-    sampling.add_argument(
-        "--cfg", metavar="C", type=float, default=1.0, help="guides above 1, and only with --negative"
-    )
-    sampling.add_argument(
-        "--cfg-range",
-        metavar="A:B:CFG",
-        type=_cfg_range,
-        nargs="+",
-        action="extend",
-        default=[],
-        help="another CFG for steps A to B, counted from 1",
-    )
-    sampling.add_argument(
-        "--edit-noise",
-        choices=EDIT_NOISES,
-        default="decorrelated",
-        help="noise of edits: from a moved seed, or the released pipeline's",
-    )
-    sampling.add_argument(
-        "--prefix-cache",
-        choices=("on", "off"),
-        default="on",
-        help="off computes the prefix again at every step, to check",
-    )
-    sampling.add_argument(
-        "--kv-storage", choices=("native", "fp8", "fp8_v", "int8"), default="native", help="only native yet"
-    )
-    sampling.add_argument(
-        "--kv-device", choices=("auto", "gpu", "cpu"), default="auto", help="where the prefix is kept"
-    )
-
-    output = p.add_argument_group("output")
-    output.add_argument(
-        "--out", metavar="FILE.png", type=Path, required=True, help="with --batch N: FILE-1.png to FILE-N.png"
-    )
-    output.add_argument("--save-latent", metavar="FILE.safetensors", type=Path)
-    output.add_argument("--repeat", metavar="N", type=int, default=1, help="not yet")
-    output.add_argument("--session", metavar="JOBS.json", type=Path, help="not yet")
-
-
-def _add_run(p: argparse.ArgumentParser) -> None:
-    p.set_defaults(run=run_workflow)
-    p.add_argument("file", metavar="FILE", type=Path, help="workflow in API format: in ComfyUI, File > Export (API)")
-    p.add_argument("--server", metavar="URL", default="http://127.0.0.1:8188", help="default %(default)s")
-    several = {"nargs": "+", "action": "extend", "default": []}
-    node = "NODE is a node's id, class or title"
-    p.add_argument("--set", metavar="NODE.INPUT=VALUE", **several, help=f"{node}; VALUE is JSON, or else a string")
-    picture = "upload a picture into an input; NODE alone means its input `image`, which LoadImage has"
-    p.add_argument("--image", metavar="NODE.INPUT=FILE", **several, help=picture)
-    p.add_argument("--out", metavar="DIR", type=Path, default=Path("."), help="folder for the outputs, default here")
-    p.add_argument("--verbose", action="store_true", help="show the texts of nodes, and tracebacks, on stderr")
-
-
-def _size(text: str) -> tuple[int, int]:
-    try:
-        width, height = (int(part) for part in text.lower().split("x"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, expected WIDTHxHEIGHT such as 1024x768") from None
-    return width, height
-
-
-def _sigmas(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of sigmas, expected such as 1,0.7,0.3,0") from None
-
-
-def _cfg_range(text: str):
-    from .sampler import GuidanceRange
-
-    try:
-        first, last, cfg = text.split(":")
-        return GuidanceRange(int(first), int(last), float(cfg))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no CFG range, expected A:B:CFG such as 1:10:4.0") from None
-
-
 def run_generate(a: argparse.Namespace) -> int:
     _refuse_later(a)
-    _check_outputs(a)
     from . import outputs
     from .images import open_image
     from .pipeline import Pipeline, Request, Watch
 
+    given = [*a.image, *(path for path in (a.init_image, a.mask) if path)]
+    outputs.check_outputs(a.out, a.save_latent, max(1, min(a.batch, MAX_BATCH)), given)
     request = Request(
         prompts=a.prompt,
         negative=a.negative,
@@ -221,12 +136,14 @@ def run_generate(a: argparse.Namespace) -> int:
         prefix_cache=a.prefix_cache == "on",
     )
     device = outputs.pick_device(a.device)
-    pipeline = Pipeline(find_model(a), outputs.pick_dtype(a.dtype, device), device, a.kv_device)
+    files = find_model(a)
+    outputs.check_outputs(a.out, a.save_latent, 1, files.paths)
+    pipeline = Pipeline(files, outputs.pick_dtype(a.dtype, device), device, a.kv_device)
     with ProgressBar() as bar:
         result = pipeline.generate(request, Watch(on_step=bar.step, on_stage=bar.stage))
     for warning in result.manifest["warnings"]:
         print(f"qwen21: warning: {warning}", file=sys.stderr)
-    outputs.write(result, outputs.names(a.out, len(result.images)), a.save_latent)
+    outputs.write({a.out: result}, a.save_latent)
     return 0
 
 
@@ -260,23 +177,8 @@ def _refuse_later(a: argparse.Namespace) -> None:
             raise UserError(f"--{name.replace('_', '-')}{shown} does not work yet; leave it out")
 
 
-def _check_outputs(a: argparse.Namespace) -> None:
-    """Refuse an output path that cannot be written before any work is done."""
-    for path, suffix in ((a.out, ".png"), (a.save_latent, ".safetensors")):
-        if path is None:
-            continue
-        if path.suffix.lower() != suffix:
-            raise UserError(f"{path}: the output's name must end in {suffix}")
-        if path.is_dir():
-            raise UserError(f"{path}: this is a folder, expected a file name ending in {suffix}")
-        if not path.parent.is_dir():
-            raise UserError(f"{path.parent}: no such folder; make it first, or write elsewhere")
-        if not os.access(path.parent, os.W_OK):
-            raise UserError(f"{path.parent}: this folder cannot be written to; write elsewhere")
-
-
 class ProgressBar:
-    """Steps on one line of stderr; on a terminal the stages before and after them too. Use it as a context."""
+    """Stages and steps on one line of stderr, moving on a terminal, once at the end elsewhere. Use it as a context."""
 
     WIDTH = 24
 
@@ -284,31 +186,33 @@ class ProgressBar:
         self._terminal = sys.stderr.isatty()
         self._started = time.monotonic()
         self._length = 0
+        self._last = ""
 
     def __enter__(self) -> ProgressBar:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Leave the cursor at the start of an empty line, whatever happened."""
+    def __exit__(self, kind: object, *_: object) -> None:
+        """Clear the line; where nobody watched, leave the last state, unless an error's line follows."""
         if self._terminal:
             self._show("")
-            self._show("")
-        elif self._length:
-            print(file=sys.stderr, flush=True)
+            print("\r", end="", file=sys.stderr, flush=True)
+        elif self._last and kind is None:
+            print(self._last, file=sys.stderr, flush=True)
 
     def stage(self, name: str) -> None:
         self._started = time.monotonic()
-        if self._terminal:
-            self._show(name)
+        self._show(name)
 
     def step(self, done: int, steps: int, _latent: object) -> None:
         filled = self.WIDTH * done // steps
         rate = (time.monotonic() - self._started) / done
-        self._show(f"[{'#' * filled}{'.' * (self.WIDTH - filled)}] {done}/{steps}  {rate:.2f} s/step")
+        self._last = f"[{'#' * filled}{'.' * (self.WIDTH - filled)}] {done}/{steps}  {rate:.2f} s/step"
+        self._show(self._last)
 
     def _show(self, text: str) -> None:
-        print("\r" + text.ljust(self._length), end="", file=sys.stderr, flush=True)
-        self._length = len(text)
+        if self._terminal:
+            print("\r" + text.ljust(self._length), end="", file=sys.stderr, flush=True)
+            self._length = len(text)
 
 
 def run_workflow(a: argparse.Namespace) -> int:
@@ -320,7 +224,9 @@ def run_workflow(a: argparse.Namespace) -> int:
 def run_inspect(a: argparse.Namespace) -> int:
     from .checkpoint.report import describe
 
-    print(describe(a.path))
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may not fit the terminal's encoding
+    print(describe(a.path), flush=True)
     return 0
 
 

@@ -6,47 +6,78 @@ statistics, schedule numbers) is always the released constant.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from .checked import LARGEST, Within, count_of, flag, flags, pick, quotient, sample_sigmas, shape_of, short, table
 from .errors import UserError
 from .latent_statistics import LATENTS_MEAN, LATENTS_STD
 
 Shapes = Mapping[str, tuple[int, ...]]
 
 MAX_REFERENCES = 10
+MAX_BATCH = 64
 LATENT_PIXELS = 16  # pixels per latent cell, each way
+SHIFTED_TOKENS = 65536  # latent tokens of 4096 x 4096 pixels
+MOST_SHIFT = 15.0  # beyond it the schedule's first steps are all 1 in fp32; the released one reaches 3.8
 SIZE_MULTIPLE = 32  # one vision token covers 2x2 latent cells, so sizes are multiples of 32 pixels
 
 
-def _shape(shapes: Shapes, name: str, rank: int) -> tuple[int, ...]:
-    """Shape of the tensor `name`; `UserError` if it is absent or not of that rank."""
-    if name not in shapes:
-        raise UserError(f"tensor {name!r} is missing, so the model's size cannot be read; is the file complete?")
-    shape = tuple(shapes[name])
-    if len(shape) != rank:
-        raise UserError(f"tensor {name!r} has shape {list(shape)}, expected {rank} dimensions; is the file damaged?")
-    return shape
+Ratio = Annotated[float, Within(1e-12, 0.1)]
+Base = Annotated[float, Within(1.0, 1e12)]
 
-
-def _count(shapes: Shapes, prefix: str) -> int:
-    """Number of consecutive `prefix` + index + `.` groups, from 0. A gap is a damaged file."""
-    found = {int(key[len(prefix) :].split(".", 1)[0]) for key in shapes if _is_indexed(key, prefix)}
-    if found != set(range(len(found))):
-        missing = min(set(range(max(found) + 1)) - found)
-        raise UserError(f"'{prefix}{missing}' is missing between others that are there; is a shard missing?")
-    return len(found)
-
-
-def _is_indexed(key: str, prefix: str) -> bool:
-    return key.startswith(prefix) and key[len(prefix) :].split(".", 1)[0].isdigit()
-
-
-def _pick(cls: type, config: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """The entries of a JSON config that a dataclass knows, lists as tuples; absent ones keep the default."""
-    values = {field_name: config[key] for field_name, key in names.items() if config.get(key) is not None}
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+# Field names -> keys in config.json.
+DIT_KEYS = {
+    "layers": "num_layers",
+    "heads": "num_attention_heads",
+    "head_dim": "attention_head_dim",
+    "in_channels": "in_channels",
+    "out_channels": "out_channels",
+    "text_width": "context_in_dim",
+    "mlp_ratio": "mlp_ratio",
+    "rope_axes": "axes_dims_rope",
+    "eps": "eps",
+}
+VAE_KEYS = {
+    "base_width": "base_dim",
+    "decoder_base_width": "decoder_base_dim",
+    "latent_channels": "z_dim",
+    "multipliers": "dim_mult",
+    "res_blocks": "num_res_blocks",
+    "in_channels": "in_channels",
+    "out_channels": "out_channels",
+    "latents_mean": "latents_mean",
+    "latents_std": "latents_std",
+}
+TEXT_KEYS = {
+    "width": "hidden_size",
+    "mlp_width": "intermediate_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "vocabulary": "vocab_size",
+    "rope_base": "rope_theta",
+    "mrope_sections": "mrope_section",
+    "eps": "rms_norm_eps",
+}
+VISION_KEYS = {
+    "layers": "depth",
+    "width": "hidden_size",
+    "mlp_width": "intermediate_size",
+    "heads": "num_heads",
+    "patch": "patch_size",
+    "temporal_patch": "temporal_patch_size",
+    "merge": "spatial_merge_size",
+    "positions": "num_position_embeddings",
+    "deepstack": "deepstack_visual_indexes",
+    "out_width": "out_hidden_size",
+}
+SCHEDULE_KEYS = {
+    name: name for name in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift", "shift_terminal")
+}
 
 
 @dataclass(frozen=True)
@@ -62,9 +93,11 @@ class DiTConfig:
     mlp_ratio: int = 3
     rope_axes: tuple[int, int, int] = (16, 56, 56)
     rope_base: int = 10000
-    eps: float = 1e-6
+    eps: Ratio = 1e-6
 
     def __post_init__(self) -> None:
+        if any(axis % 2 for axis in self.rope_axes):
+            raise UserError(f"rope axes are {self.rope_axes}, expected even numbers; each pair of channels turns together")
         if sum(self.rope_axes) != self.head_dim:
             raise UserError(
                 f"rope axes {self.rope_axes} add up to {sum(self.rope_axes)}, but the head size is {self.head_dim}; "
@@ -82,47 +115,30 @@ class DiTConfig:
     @classmethod
     def from_diffusers(cls, config: Mapping[str, Any]) -> DiTConfig:
         if config.get("patch_size", 1) != 1:
-            raise UserError(f"patch_size is {config['patch_size']}, but Qwen-Image 2.1 has 1; is this another model?")
-        if not config.get("causal_condition", True):
+            raise UserError(f"patch_size is {short(config['patch_size'])}, but Qwen-Image 2.1 has 1; is this another model?")
+        if not flag("causal_condition", config.get("causal_condition", True)):
             raise UserError(
-                "causal_condition is off, but every Qwen-Image 2.1 release has it on: its prefix must not depend on "
-                "the "
-                "step; is this another model?"
+                "causal_condition is false, but every Qwen-Image 2.1 release has it on: its prefix must not depend on "
+                "the step; is this another model?"
             )
-        names = {
-            "layers": "num_layers",
-            "heads": "num_attention_heads",
-            "head_dim": "attention_head_dim",
-            "in_channels": "in_channels",
-            "out_channels": "out_channels",
-            "text_width": "context_in_dim",
-            "mlp_ratio": "mlp_ratio",
-            "rope_axes": "axes_dims_rope",
-            "eps": "eps",
-        }
-        return cls(**_pick(cls, config, names))
+        return cls(**pick(cls, config, DIT_KEYS))
 
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> DiTConfig:
         """From tensors named as in `dit.py` (split `to_q`, `gate_layer`, `proj`)."""
-        width, in_channels = _shape(shapes, "img_in.weight", 2)
-        (head_dim,) = _shape(shapes, "transformer_blocks.0.attn.norm_q.weight", 1)
-        mlp_width, _ = _shape(shapes, "transformer_blocks.0.img_mlp.proj.weight", 2)
-        out_channels, _ = _shape(shapes, "proj_out.weight", 2)
-        (text_width,) = _shape(shapes, "txt_in.text_norm.weight", 1)
-        if width % head_dim or mlp_width % width:
-            raise UserError(
-                f"width {width} is not a multiple of the head size {head_dim}, or the MLP width {mlp_width} not of "
-                f"{width}; this is not a Qwen-Image 2.1 transformer"
-            )
+        width, in_channels = shape_of(shapes, "img_in.weight", 2)
+        (head_dim,) = shape_of(shapes, "transformer_blocks.0.attn.norm_q.weight", 1)
+        mlp_width, _ = shape_of(shapes, "transformer_blocks.0.img_mlp.proj.weight", 2)
+        out_channels, _ = shape_of(shapes, "proj_out.weight", 2)
+        (text_width,) = shape_of(shapes, "txt_in.text_norm.weight", 1)
         return cls(
-            layers=_count(shapes, "transformer_blocks."),
-            heads=width // head_dim,
+            layers=count_of(shapes, "transformer_blocks."),
+            heads=quotient(width, head_dim, "the width", "the head size"),
             head_dim=head_dim,
             in_channels=in_channels,
             out_channels=out_channels,
             text_width=text_width,
-            mlp_ratio=mlp_width // width,
+            mlp_ratio=quotient(mlp_width, width, "the MLP width", "the width"),
         )
 
 
@@ -142,7 +158,7 @@ class VAEConfig:
     out_channels: int = 4
     slots: tuple[int, ...] = (1, 2, 2, 2)
     latents_mean: tuple[float, ...] = field(default=LATENTS_MEAN, repr=False)
-    latents_std: tuple[float, ...] = field(default=LATENTS_STD, repr=False)
+    latents_std: tuple[Annotated[float, Within(1e-6, 1e6)], ...] = field(default=LATENTS_STD, repr=False)
 
     def __post_init__(self) -> None:
         if len(self.slots) != len(self.multipliers) - 1:
@@ -164,28 +180,18 @@ class VAEConfig:
                 "this VAE's config is of another family (patch_size or is_residual differ); expected "
                 "AutoencoderKLQwenImage21"
             )
-        names = {
-            "base_width": "base_dim",
-            "decoder_base_width": "decoder_base_dim",
-            "latent_channels": "z_dim",
-            "multipliers": "dim_mult",
-            "res_blocks": "num_res_blocks",
-            "in_channels": "in_channels",
-            "out_channels": "out_channels",
-            "latents_mean": "latents_mean",
-            "latents_std": "latents_std",
-        }
-        values = _pick(cls, config, names)
-        if config.get("temperal_downsample") is not None:
-            values["slots"] = tuple(2 if flag else 1 for flag in config["temperal_downsample"])
+        values = pick(cls, config, VAE_KEYS)
+        if "temperal_downsample" in config:
+            doubled = flags("temperal_downsample", config["temperal_downsample"])
+            values["slots"] = tuple(2 if two else 1 for two in doubled)
         return cls(**values)
 
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> VAEConfig:
         """From tensors named as in `vae.py` (diffusers names)."""
-        decoder_top, latent_channels = _shape(shapes, "decoder.conv_in.weight", 4)[:2]
-        stages = _count(shapes, "decoder.up_blocks.")
-        widths = [_shape(shapes, f"decoder.up_blocks.{i}.resnets.0.conv1.weight", 4)[0] for i in range(stages)]
+        decoder_top, latent_channels = shape_of(shapes, "decoder.conv_in.weight", 4)[:2]
+        stages = count_of(shapes, "decoder.up_blocks.")
+        widths = [shape_of(shapes, f"decoder.up_blocks.{i}.resnets.0.conv1.weight", 4)[0] for i in range(stages)]
         multipliers = cls().multipliers
         if len(multipliers) != stages or decoder_top % multipliers[-1]:
             raise UserError(f"this VAE has {stages} decoder stages, expected {len(multipliers)}; is this another VAE?")
@@ -199,12 +205,12 @@ class VAEConfig:
         has_time = any(key.endswith("time_conv.weight") for key in shapes)
         has_encoder = "encoder.conv_in.weight" in shapes
         return cls(
-            base_width=_shape(shapes, "encoder.conv_in.weight", 4)[0] if has_encoder else decoder_base * 2 // 3,
+            base_width=shape_of(shapes, "encoder.conv_in.weight", 4)[0] if has_encoder else max(decoder_base * 2 // 3, 1),
             decoder_base_width=decoder_base,
             latent_channels=latent_channels,
-            res_blocks=_count(shapes, "decoder.up_blocks.0.resnets.") - 1,
-            in_channels=_shape(shapes, "encoder.conv_in.weight", 4)[1] if has_encoder else 4,
-            out_channels=_shape(shapes, "decoder.conv_out.weight", 4)[0],
+            res_blocks=count_of(shapes, "decoder.up_blocks.0.resnets.") - 1,
+            in_channels=shape_of(shapes, "encoder.conv_in.weight", 4)[1] if has_encoder else 4,
+            out_channels=shape_of(shapes, "decoder.conv_out.weight", 4)[0],
             slots=slots if has_time else cls().slots,
         )
 
@@ -220,9 +226,12 @@ class TextConfig:
     kv_heads: int = 8
     head_dim: int = 128
     vocabulary: int = 151936
-    rope_base: float = 5_000_000.0
+    rope_base: Base = 5_000_000.0
     mrope_sections: tuple[int, int, int] = (24, 20, 20)
-    eps: float = 1e-6
+    eps: Ratio = 1e-6
+
+    def __post_init__(self) -> None:
+        quotient(self.heads, self.kv_heads, "the number of heads", "the number of key-value heads")
 
 
 @dataclass(frozen=True)
@@ -237,7 +246,7 @@ class VisionConfig:
     temporal_patch: int = 2
     merge: int = 2
     positions: int = 2304
-    deepstack: tuple[int, ...] = (8, 16, 24)
+    deepstack: tuple[Annotated[int, Within(0, LARGEST)], ...] = (8, 16, 24)
     out_width: int = 4096
 
 
@@ -248,71 +257,65 @@ class EncoderConfig:
     text: TextConfig = TextConfig()
     vision: VisionConfig = VisionConfig()
 
+    def require_buildable(self) -> None:
+        """`UserError` where sizes do not fit each other. Not done on creation: shapes alone do not tell them all."""
+        text, vision = self.text, self.vision
+        if vision.out_width != text.width:
+            raise UserError(f"out_hidden_size is {vision.out_width}, expected the language model's width {text.width}")
+        if text.head_dim % 2 or 2 * sum(text.mrope_sections) > text.head_dim:
+            raise UserError(
+                f"mrope_section is {text.mrope_sections}, expected a sum of at most half the head size {text.head_dim}"
+            )
+        if vision.width % (4 * vision.heads):
+            raise UserError(
+                f"num_heads is {vision.heads}, expected heads of a multiple of 4 channels in the vision tower's width "
+                f"{vision.width}"
+            )
+        if math.isqrt(vision.positions) ** 2 != vision.positions:
+            raise UserError(f"num_position_embeddings is {vision.positions}, expected a square number")
+        rising = sorted(set(vision.deepstack))
+        if list(vision.deepstack) != rising or not all(i < vision.layers for i in rising):
+            raise UserError(
+                f"deepstack_visual_indexes is {short(vision.deepstack)}, expected rising numbers below the vision "
+                f"tower's {vision.layers} layers"
+            )
+
     @classmethod
     def from_transformers(cls, config: Mapping[str, Any]) -> EncoderConfig:
         """From a Hugging Face `config.json`, with `rope_theta` and `rope_scaling` (4.x) or `rope_parameters` (5.x)."""
         if config.get("model_type", "qwen3_vl") != "qwen3_vl":
-            raise UserError(f"the text encoder is of type {config['model_type']!r}, expected 'qwen3_vl' (Qwen3-VL-8B)")
-        text, vision = config.get("text_config") or {}, config.get("vision_config") or {}
-        rope = {**(text.get("rope_scaling") or {}), **(text.get("rope_parameters") or {})}
-        values = _pick(
-            TextConfig,
-            {**text, **rope},
-            {
-                "width": "hidden_size",
-                "mlp_width": "intermediate_size",
-                "layers": "num_hidden_layers",
-                "heads": "num_attention_heads",
-                "kv_heads": "num_key_value_heads",
-                "head_dim": "head_dim",
-                "vocabulary": "vocab_size",
-                "rope_base": "rope_theta",
-                "mrope_sections": "mrope_section",
-                "eps": "rms_norm_eps",
-            },
-        )
-        vision_values = _pick(
-            VisionConfig,
-            vision,
-            {
-                "layers": "depth",
-                "width": "hidden_size",
-                "mlp_width": "intermediate_size",
-                "heads": "num_heads",
-                "patch": "patch_size",
-                "temporal_patch": "temporal_patch_size",
-                "merge": "spatial_merge_size",
-                "positions": "num_position_embeddings",
-                "deepstack": "deepstack_visual_indexes",
-                "out_width": "out_hidden_size",
-            },
-        )
+            raise UserError(f"the text encoder is of type {short(config['model_type'])}, expected 'qwen3_vl' (Qwen3-VL-8B)")
+        text, vision = table(config, "text_config"), table(config, "vision_config")
+        rope = {**table(text, "rope_scaling", null=True), **table(text, "rope_parameters", null=True)}
+        values = pick(TextConfig, {**text, **rope}, TEXT_KEYS)
+        vision_values = pick(VisionConfig, vision, VISION_KEYS)
         return cls(TextConfig(**values), VisionConfig(**vision_values))
 
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> EncoderConfig:
         """From tensors named as in `Qwen3VLModel` (`language_model.*`, `visual.*`)."""
-        vocabulary, width = _shape(shapes, "language_model.embed_tokens.weight", 2)
+        vocabulary, width = shape_of(shapes, "language_model.embed_tokens.weight", 2)
         layer = "language_model.layers.0."
-        (head_dim,) = _shape(shapes, layer + "self_attn.q_norm.weight", 1)
+        (head_dim,) = shape_of(shapes, layer + "self_attn.q_norm.weight", 1)
+        queries, keys = (shape_of(shapes, f"{layer}self_attn.{name}_proj.weight", 2)[0] for name in "qk")
         text = TextConfig(
             width=width,
-            mlp_width=_shape(shapes, layer + "mlp.gate_proj.weight", 2)[0],
-            layers=_count(shapes, "language_model.layers."),
-            heads=_shape(shapes, layer + "self_attn.q_proj.weight", 2)[0] // head_dim,
-            kv_heads=_shape(shapes, layer + "self_attn.k_proj.weight", 2)[0] // head_dim,
+            mlp_width=shape_of(shapes, layer + "mlp.gate_proj.weight", 2)[0],
+            layers=count_of(shapes, "language_model.layers."),
+            heads=quotient(queries, head_dim, "the queries' width", "the head size"),
+            kv_heads=quotient(keys, head_dim, "the keys' width", "the head size"),
             head_dim=head_dim,
             vocabulary=vocabulary,
         )
-        vision_width, _, temporal_patch, patch, _ = _shape(shapes, "visual.patch_embed.proj.weight", 5)
+        vision_width, _, temporal_patch, patch, _ = shape_of(shapes, "visual.patch_embed.proj.weight", 5)
         vision = VisionConfig(
-            layers=_count(shapes, "visual.blocks."),
+            layers=count_of(shapes, "visual.blocks."),
             width=vision_width,
-            mlp_width=_shape(shapes, "visual.blocks.0.mlp.linear_fc1.weight", 2)[0],
+            mlp_width=shape_of(shapes, "visual.blocks.0.mlp.linear_fc1.weight", 2)[0],
             patch=patch,
             temporal_patch=temporal_patch,
-            positions=_shape(shapes, "visual.pos_embed.weight", 2)[0],
-            out_width=_shape(shapes, "visual.merger.linear_fc2.weight", 2)[0],
+            positions=shape_of(shapes, "visual.pos_embed.weight", 2)[0],
+            out_width=shape_of(shapes, "visual.merger.linear_fc2.weight", 2)[0],
         )
         return cls(text, vision)
 
@@ -325,20 +328,33 @@ class ScheduleConfig:
     max_image_seq_len: int = 8192
     base_shift: float = 0.5
     max_shift: float = 0.9
-    shift_terminal: float = 0.02
+    shift_terminal: Annotated[float, Within(0.0, 0.99)] = 0.02
     steps: int = 40
     turbo_sigmas: tuple[float, ...] = (1.0, 0.978453, 0.95418, 0.926626, 0.89508, 0.845148, 0.704534, 0.414568)
 
+    def __post_init__(self) -> None:
+        if self.max_image_seq_len <= self.base_image_seq_len:
+            raise UserError(
+                f"max_image_seq_len is {self.max_image_seq_len}, expected more than base_image_seq_len, which is "
+                f"{self.base_image_seq_len}; download the scheduler's configuration again"
+            )
+        slope = (self.max_shift - self.base_shift) / (self.max_image_seq_len - self.base_image_seq_len)
+        shifts = [self.base_shift + slope * (tokens - self.base_image_seq_len) for tokens in (1, SHIFTED_TOKENS)]
+        if max(map(abs, shifts)) > MOST_SHIFT:
+            raise UserError(
+                f"base_shift {self.base_shift:g} and max_shift {self.max_shift:g} shift pictures by {shifts[0]:g} to "
+                f"{shifts[1]:g}, expected at most {MOST_SHIFT:g}; download the scheduler's configuration again"
+            )
+
     @classmethod
-    def from_diffusers(cls, config: Mapping[str, Any], sample_sigmas: list[float] | None = None) -> ScheduleConfig:
-        """From `scheduler_config.json` and the `sample_sigmas` of `model_index.json`.
+    def from_diffusers(cls, config: Mapping[str, Any], turbo_sigmas: tuple[float, ...] | None = None) -> ScheduleConfig:
+        """From `scheduler_config.json` and the checked `sample_sigmas` of `model_index.json`.
 
         A Turbo folder's scheduler has no dynamic shift; the base numbers then stay the released ones.
         """
         values: dict[str, Any] = {}
-        if config.get("use_dynamic_shifting", True):
-            names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift", "shift_terminal")
-            values = _pick(cls, config, {name: name for name in names})
-        if sample_sigmas:
-            values["turbo_sigmas"] = tuple(float(s) for s in sample_sigmas)
+        if flag("use_dynamic_shifting", config.get("use_dynamic_shifting", True)):
+            values = pick(cls, config, SCHEDULE_KEYS)
+        if turbo_sigmas is not None:
+            values["turbo_sigmas"] = sample_sigmas(turbo_sigmas)
         return cls(**values)

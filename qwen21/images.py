@@ -6,9 +6,9 @@ of diffusers' `VaeImageProcessor` bit for bit.
 
 from __future__ import annotations
 
-import contextlib
+import io
 import os
-import uuid
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -17,6 +17,7 @@ import torch
 from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 from .errors import UserError
+from .writing import write_together
 
 # What people's pictures come in. Not Pillow's whole list: EPS starts a program, others are unmaintained parsers.
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
@@ -33,16 +34,23 @@ def open_image(path: str | os.PathLike[str]) -> Image.Image:
     try:
         if path.is_dir():
             raise UserError(f"{str(path)!r} is a folder, expected {READABLE}; name one file in it")
-        with Image.open(path, formats=[name for name in FORMATS if name in Image.OPEN]) as image:
-            image.load()
-            return to_rgba(_upright(image))
+        if path.exists() and not path.is_file():  # a pipe would wait for ever
+            raise UserError(f"{str(path)!r} is no regular file, expected {READABLE}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # large is fine; above twice that it raises
+            with Image.open(path, formats=[name for name in FORMATS if name in Image.OPEN]) as image:
+                image.load()
+                return to_rgba(_upright(image))
     except FileNotFoundError:
         raise UserError(f"{str(path)!r} does not exist, expected {READABLE}; check the path") from None
     except UnidentifiedImageError:
         raise UserError(f"{str(path)!r} is not a picture that can be read, expected {READABLE}") from None
     except Image.DecompressionBombError as error:
         raise UserError(f"{str(path)!r} has too many pixels ({_one_line(error)}); make it smaller first") from None
-    except (UserError, MemoryError):
+    except UserError as error:
+        shown = str(error)
+        raise UserError(shown if str(path) in shown else f"{str(path)!r}: {shown}") from None
+    except MemoryError:
         raise
     except Exception as error:  # decoders of damaged files raise nearly anything
         raise UserError(
@@ -118,32 +126,22 @@ def with_mask(pixels: torch.Tensor, mask: torch.Tensor | None) -> Image.Image:
     return image
 
 
-def save_png(
-    image: Image.Image | np.ndarray | torch.Tensor, path: str | os.PathLike[str], text: Mapping[str, str] | None = None
-) -> None:
-    """Writes an RGBA PNG with text chunks: all of it, or nothing.
-
-    `image` is a Pillow image or what `from_pixels` takes. `UserError` if the path cannot be written.
-    """
-    path = Path(path)
+def png_bytes(image: Image.Image | np.ndarray | torch.Tensor, text: Mapping[str, str] | None = None) -> bytes:
+    """An RGBA PNG file with text chunks. `image` is a Pillow image or what `from_pixels` takes."""
     image = to_rgba(image) if isinstance(image, Image.Image) else from_pixels(image)
     chunks = PngImagePlugin.PngInfo()
     for key, value in (text or {}).items():
         chunks.add_text(key, value.encode("utf-8", "replace").decode("utf-8"))
-    part = path.parent / f".{uuid.uuid4().hex}.part"  # same folder, or the rename would not be atomic
-    try:
-        if path.exists() and not path.is_file():  # a folder, or a device that the rename would replace
-            raise UserError(f"{str(path)!r} is not a file; expected the name of the PNG to write")
-        with open(part, "xb") as file:
-            image.save(file, format="PNG", pnginfo=chunks)
-        os.replace(part, path)
-    except OSError as error:
-        raise UserError(
-            f"{str(path)!r} cannot be written ({_one_line(error)}); make its folder first, or write elsewhere"
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            part.unlink()
+    stream = io.BytesIO()
+    image.save(stream, format="PNG", pnginfo=chunks)
+    return stream.getvalue()
+
+
+def save_png(
+    image: Image.Image | np.ndarray | torch.Tensor, path: str | os.PathLike[str], text: Mapping[str, str] | None = None
+) -> None:
+    """Writes an RGBA PNG with text chunks: all of it, or nothing. `UserError` if the path cannot be written."""
+    write_together({Path(path): png_bytes(image, text)})
 
 
 def to_vae_pixels(image: Image.Image) -> torch.Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 from typing import TYPE_CHECKING, Any
+
+from PIL import Image
 
 from . import __version__
 from .sequence import ImageSegment
@@ -28,9 +31,7 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
-def build_manifest(
-    pipeline: Pipeline, plan: Plan, texts: list[TextStates], prefixes: list[Prefix], seconds: float
-) -> dict[str, Any]:
+def build_manifest(pipeline: Pipeline, plan: Plan, texts: list[TextStates], prefixes: list[Prefix]) -> dict[str, Any]:
     """The manifest of a finished run."""
     request = plan.request
     return {
@@ -49,8 +50,9 @@ def build_manifest(
         "schedule": {"kind": plan.schedule.kind, "sigmas": [round(s, 7) for s in plan.schedule.sigmas.tolist()]},
         "cfg": _compact(plan.cfg),
         "denoise": request.denoise,
-        "init_image": request.init_image is not None,
-        "mask": request.mask is not None,
+        "resolution": request.resolution,
+        "init_image": _digest(request.init_image),
+        "mask": _digest(request.mask),
         "references": _references(plan, texts[0], prefixes[0]),
         "dtype": str(pipeline.dtype).removeprefix("torch."),
         "device": pipeline.device.type,
@@ -64,13 +66,14 @@ def build_manifest(
         "loras": [],
         "versions": library_versions(),
         "warnings": list(plan.warnings),
-        "seconds": round(seconds, 2),
     }
 
 
 def _component(part: Component) -> dict[str, str]:
     checkpoint, identity = part.checkpoint, part.identity
-    return {"file": checkpoint.path.name, "fingerprint": checkpoint.fingerprint, "weights": identity.quantization}
+    path = checkpoint.path
+    name = f"{path.parent.name}/{path.name}" if path.is_dir() else path.name
+    return {"file": name, "fingerprint": checkpoint.fingerprint, "weights": identity.quantization}
 
 
 def _noise(plan: Plan) -> dict[str, Any]:
@@ -87,9 +90,17 @@ def _references(plan: Plan, text: TextStates, prefix: Prefix) -> list[dict[str, 
             "resized": list(reference.image.size),
             "tokens": segment.length,
             "slot": slot,
+            "pixels": reference.digest[:16],
         }
         for reference, segment, slot in zip(plan.references, segments, text.image_slots, strict=True)
     ]
+
+
+def _digest(image: Image.Image | None) -> str | None:
+    """A name of a picture's content."""
+    if image is None:
+        return None
+    return hashlib.sha256(f"{image.mode}{image.size}".encode() + image.tobytes()).hexdigest()[:16]
 
 
 def _compact(values: tuple[float, ...]) -> float | list[float]:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import uuid
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors.torch import save
 
 from .errors import UserError
-from .images import save_png
+from .images import png_bytes
+from .writing import check_writable, write_together
 
 if TYPE_CHECKING:
     from .pipeline import Result
@@ -43,24 +44,36 @@ def names(out: Path, pictures: int) -> list[Path]:
     return [out.with_name(f"{out.stem}-{i}{out.suffix}") for i in range(1, pictures + 1)]
 
 
-def write(result: Result, paths: list[Path], latent: Path | None = None) -> None:
-    """Write pictures with the manifest in their text chunk, and the latents. Each file is whole or absent."""
-    text = {MANIFEST_KEY: json.dumps(result.manifest, ensure_ascii=False)}
-    for image, path in zip(result.images, paths, strict=True):
-        save_png(image, path, text)
+def write(results: Mapping[Path, Result], latent: Path | None = None) -> list[Path]:
+    """Write the pictures of each result at its path, and the first one's latents; returns the pictures' paths.
+
+    The manifest travels in each picture's text chunk. All files appear together or none does.
+    """
+    contents: dict[Path, bytes] = {}
+    for out, result in results.items():
+        text = {MANIFEST_KEY: json.dumps(result.manifest, ensure_ascii=False, allow_nan=False)}
+        paths = names(out, len(result.images))
+        contents |= {path: png_bytes(image, text) for path, image in zip(paths, result.images, strict=True)}
+    pictures = list(contents)
     if latent is not None:
-        save_latent(result.latents, latent)
+        contents[latent] = latent_bytes(next(iter(results.values())).latents)
+    write_together(contents)
+    return pictures
 
 
-def save_latent(latents: torch.Tensor, path: Path) -> None:
-    """One fp32 tensor `latent` [B, 64, h, w], normalised as the transformer sees it; the header says so."""
-    from safetensors.torch import save_file
+def latent_bytes(latents: torch.Tensor) -> bytes:
+    """A safetensors file of one fp32 tensor `latent` [B, 64, h, w], normalised as the transformer sees it."""
+    return save({"latent": latents.float().cpu().contiguous()}, metadata={"space": "normalised"})
 
-    part = path.parent / f".{uuid.uuid4().hex}.part"
-    try:
-        save_file({"latent": latents.float().cpu().contiguous()}, part, metadata={"space": "normalised"})
-        os.replace(part, path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror or error}); write elsewhere") from error
-    finally:
-        part.unlink(missing_ok=True)
+
+def check_outputs(out: Path, latent: Path | None, pictures: int, inputs: Sequence[Path]) -> None:
+    """Refuse, before any work is done, outputs that cannot be written or that would destroy an input."""
+    for path, suffix in [*((name, ".png") for name in names(out, pictures)), (latent, ".safetensors")]:
+        if path is None:
+            continue
+        if path.suffix.lower() != suffix:
+            raise UserError(f"{str(path)!r}: the output's name must end in {suffix}")
+        check_writable(path)
+        for other in inputs:
+            if path.exists() and other.exists() and path.samefile(other):
+                raise UserError(f"{str(path)!r} is an input of this run and would be overwritten; choose another name")

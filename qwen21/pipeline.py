@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -22,6 +21,7 @@ from .dit import DiT
 from .errors import UserError
 from .manifest import build_manifest
 from .prefix import Prefix, prefix_bytes
+from .prompt import layout_tokens
 from .request import Plan, Request, make_plan
 from .sampler import Start, draw_noise, sample
 
@@ -67,14 +67,14 @@ class Pipeline:
         """Paint. Raises `UserError` for what cannot be done, before loading wherever that is possible."""
         watch = watch or Watch()
         plan = make_plan(request, self.files)
-        started = time.monotonic()
+        watch.on_stage("checking the files")
+        self.files.check(encodes=bool(plan.references) or request.init_image is not None)
         texts, negative = self._encode_prompts(plan, watch)
         latents = self._encode_references(plan, watch)
         start = self._encode_start(plan, watch)
         latent, prefixes = self._sample(plan, texts, negative, latents, start, watch)
         pictures = self._decode(latent, watch)
-        seconds = time.monotonic() - started
-        return Result(pictures, latent, build_manifest(self, plan, texts, prefixes, seconds))
+        return Result(pictures, latent, build_manifest(self, plan, texts, prefixes))
 
     def _encode_prompts(self, plan: Plan, watch: Watch) -> tuple[list[TextStates], TextStates | None]:
         """States of each different prompt, and of the negative where a step is guided."""
@@ -82,6 +82,9 @@ class Pipeline:
 
         watch.on_stage("reading the encoder")
         tokenizer = load_tokenizer(self.files.tokenizer)
+        grids = [(1, reference.height, reference.width) for reference in plan.references]
+        for prompt in (*plan.request.prompt_list, *([plan.request.negative] if plan.guided else [])):
+            layout_tokens(prompt, tokenizer, grids)  # refuses what cannot be encoded before weights are read
         encoder = self._network("encoder")
         watch.on_stage("encoding the prompt")
         vision: dict[str, Any] = {}  # features of each reference, shared by all prompts of the run

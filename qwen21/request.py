@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from PIL import Image
 
 from .checkpoint.load import ModelFiles
-from .config import LATENT_PIXELS
+from .config import LATENT_PIXELS, MAX_BATCH
 from .errors import UserError
 from .prompt import Reference, canvas_size, prepare_references
 from .sampler import GuidanceRange, guidance, guides, noise_seed
 from .schedule import Schedule, custom_sigmas, make_schedule
+
+MAX_STEPS = 1000
+MAX_SIDE = 16384  # pixels
+MIN_DENOISE = 0.001
 
 
 @dataclass(frozen=True)
@@ -85,14 +90,23 @@ def make_plan(request: Request, files: ModelFiles) -> Plan:
 
 
 def _check_request(request: Request) -> None:
-    if request.batch < 1:
-        raise UserError(f"batch is {request.batch}, expected at least 1")
+    if not 1 <= request.batch <= MAX_BATCH:
+        raise UserError(f"batch is {request.batch}, expected 1 to {MAX_BATCH}")
+    if request.steps is not None and request.steps > MAX_STEPS:
+        raise UserError(f"steps is {request.steps}, expected at most {MAX_STEPS}")
+    if any(side > MAX_SIDE for side in (*(request.size or ()), request.resolution)):
+        raise UserError(f"sizes and resolution are at most {MAX_SIDE} pixels a side; choose smaller ones")
+    for cfg in (request.cfg, *(r.cfg for r in request.cfg_ranges)):
+        if not math.isfinite(cfg):
+            raise UserError(f"CFG is {cfg}, expected a finite number such as 4.0")
     if not 0 <= request.seed < 2**64:
         raise UserError(f"seed is {request.seed}, expected 0 to {2**64 - 1}")
     if request.mask is not None and request.init_image is None:
         raise UserError("a mask says which part of a picture may change; give that picture with --init-image")
     if request.denoise != 1 and request.init_image is None:
         raise UserError(f"denoise {request.denoise:g} keeps part of a picture; give that picture with --init-image")
+    if 0 < request.denoise < MIN_DENOISE:
+        raise UserError(f"denoise is {request.denoise:g}, expected at least {MIN_DENOISE:g}")
     if request.sigmas is not None and (request.steps is not None or request.denoise != 1):
         raise UserError("a grid of sigmas already says steps and denoise; leave --steps and --denoise out")
 

@@ -100,8 +100,8 @@ def sample(
             x = start.mask * x + (1 - start.mask) * kept
         if not bool(torch.isfinite(x).all()):
             raise UserError(
-                f"the latent is not finite after step {i + 1} of {steps} (sigma {levels[i]:g}); the checkpoint holds "
-                "NaN or overflows in this dtype, try --dtype bf16 or fp32"
+                f"the latent is not finite after step {i + 1} of {steps} (sigma {levels[i]:g}): the transformer's file "
+                "holds NaN or infinite weights, or they overflow in this dtype; check the file, or try another dtype"
             )
         on_step(i + 1, steps, x)
     return x

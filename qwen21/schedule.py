@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .checked import require_falling, short
 from .config import ScheduleConfig
 from .errors import UserError
 
@@ -42,6 +43,11 @@ def base_sigmas(steps: int, tokens: int, config: ScheduleConfig = ScheduleConfig
     s = e / (e + (1 / s - 1))
     one_minus = 1 - s
     s = 1 - one_minus / (one_minus[-1] / (1 - config.shift_terminal))
+    if not np.isfinite(s).all():
+        raise UserError(
+            f"the schedule's shift {math.log(e):g} at {tokens} tokens is too large; take a smaller size, or correct "
+            "base_shift and max_shift in scheduler_config.json"
+        )
     return torch.cat([torch.from_numpy(s.astype(np.float32)), torch.zeros(1)])
 
 
@@ -58,15 +64,11 @@ def turbo_sigmas(config: ScheduleConfig = ScheduleConfig()) -> Tensor:
 
 def custom_sigmas(values: Sequence[float]) -> Tensor:
     """A grid given by hand: strictly falling within [0, 1], its end 0 or not."""
-    shown = ", ".join(f"{value:g}" for value in values)
+    shown = short([float(f"{value:g}") if isinstance(value, float) else value for value in values])
     if len(values) < 2:
-        raise UserError(f"got {len(values)} sigmas ({shown}), expected at least two, such as 1,0.5,0")
-    if not all(0 <= value <= 1 for value in values):  # false for NaN as well
-        raise UserError(f"sigmas {shown} must lie within 0 and 1; 1 is pure noise, 0 the finished picture")
-    sigmas = torch.tensor(values, dtype=torch.float32)
-    if not bool((sigmas[1:] < sigmas[:-1]).all()):
-        raise UserError(f"sigmas {shown} must strictly fall, each smaller than the one before")
-    return sigmas
+        raise UserError(f"got {len(values)} sigmas {shown}, expected at least two, such as 1,0.5,0")
+    require_falling(values, f"sigmas {shown}")
+    return torch.tensor(values, dtype=torch.float32)
 
 
 def make_schedule(

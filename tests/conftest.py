@@ -21,6 +21,8 @@ def _register(name: str, folder: Path) -> None:
     else:
         spec = ModuleSpec(name, None, is_package=True)
         spec.submodule_search_locations = [str(folder)]
+    if name in sys.modules:  # conftest imported twice must not give a second package
+        return
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     if init.exists():

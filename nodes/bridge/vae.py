@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...qwen21 import tiling
-from ...qwen21.checkpoint.load import fill, find_vae, module_of
+from ...qwen21.checkpoint.load import fill, find_vae, has_encoder, module_of
 from ...qwen21.config import LATENT_PIXELS
 from ...qwen21.errors import UserError
 from ...qwen21.images import to_vae_pixels
@@ -159,8 +159,7 @@ def load_vae(path: str, dtype: str = "default", alpha: str = "auto", disable_dyn
         weights = comfy.model_management.vae_dtype(load_device, [torch.bfloat16, torch.float32])
     else:
         weights = DTYPES[dtype]
-    encoder = any(name.startswith("encoder.") for name in part.identity.sources)
-    module = module_of("vae", part.config, comfy.ops.manual_cast, weights, encoder=encoder)
+    module = module_of("vae", part.config, comfy.ops.manual_cast, weights, encoder=has_encoder(part))
     offload_device = comfy.model_management.vae_offload_device()
     fill(module, part, weights, offload_device)
     module.compute_dtype = weights

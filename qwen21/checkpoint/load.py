@@ -56,6 +56,26 @@ class ModelFiles:
             )
 
 
+    @property
+    def parts(self) -> tuple[Component, Component, Component]:
+        return self.dit, self.vae, self.encoder
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """Every file that weights are read from."""
+        return tuple(file for part in self.parts for file in part.checkpoint.files)
+
+    def check(self, encodes: bool) -> None:
+        """Refuse damaged or incomplete parts before the first weight is read; `encodes`: pictures go into the VAE."""
+        for part in self.parts:
+            check(part)
+        if encodes and not has_encoder(self.vae):
+            raise UserError(
+                f"{self.vae.checkpoint.path}: this VAE has no encoder, which references and --init-image need; take the "
+                "whole VAE"
+            )
+
+
 def find_folder(folder: Path | str, tokenizer: Path | str | None = None) -> ModelFiles:
     """The parts of a whole-model diffusers folder."""
     folder = Path(folder)
@@ -143,8 +163,19 @@ def load(
 ) -> nn.Module:
     """The network of a component, its weights in `dtype` on `device`. Further keywords go to the network."""
     if part.identity.kind == "vae":
-        kw["encoder"] = any(name.startswith("encoder.") for name in part.identity.sources)
+        kw["encoder"] = has_encoder(part)
     return fill(module_of(part.identity.kind, part.config, operations, dtype, **kw), part, dtype, device)
+
+
+def has_encoder(part: Component) -> bool:
+    """Whether a VAE can encode: replacements sometimes hold the decoder alone."""
+    return any(name.startswith("encoder.") for name in part.identity.sources)
+
+
+def check(part: Component) -> None:
+    """Refuse a component whose tensors do not fill its network. Reads no weight."""
+    halves = {"encoder": has_encoder(part)} if part.identity.kind == "vae" else {}
+    check_sources(module_of(part.identity.kind, part.config, **halves), part.checkpoint.path, part.identity.sources)
 
 
 def fill(module: nn.Module, part: Component, dtype: torch.dtype, device: torch.device | str) -> nn.Module:

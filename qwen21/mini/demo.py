@@ -10,7 +10,7 @@ from typing import Any
 from ..checkpoint.load import find_folder
 from ..images import open_image
 from ..outputs import write
-from ..pipeline import Pipeline, Request, Watch
+from ..pipeline import Pipeline, Request, Result, Watch
 from .random_model import write_random_model
 
 SAMPLE = Path(__file__).with_name("sample.png")
@@ -31,12 +31,10 @@ def jobs(sample: Path) -> dict[str, Request]:
 
 def run(out: Path, progress: Callable[[], Any]) -> list[Path]:
     """Paint the demo's pictures into the folder `out`; returns their paths. `progress` makes a progress bar."""
-    paths = []
+    results: dict[Path, Result] = {}
     with tempfile.TemporaryDirectory() as folder:
         pipeline = Pipeline(find_folder(write_random_model(Path(folder))), keep_loaded=True)
         for name, request in jobs(SAMPLE).items():
             with progress() as bar:
-                result = pipeline.generate(request, Watch(on_step=bar.step, on_stage=bar.stage))
-            write(result, [out / name])
-            paths.append(out / name)
-    return paths
+                results[out / name] = pipeline.generate(request, Watch(on_step=bar.step, on_stage=bar.stage))
+    return write(results)

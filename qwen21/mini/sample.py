@@ -93,7 +93,7 @@ def _apple(x: np.ndarray, y: np.ndarray, soft: float, rng: np.random.Generator) 
     streaks = np.interp(meridian, np.linspace(-1.2, 1.2, 81), rng.normal(0, 1, 81))
     blush = np.clip(0.62 + 0.55 * (x + 0.4 * y) / 0.66 + 0.10 * streaks + 0.10 * _noise(rng, x.shape, (7, 8)), 0, 1)
     skin = _mix([0.88, 0.60, 0.16], [0.70, 0.07, 0.09], blush)
-    skin = _mix(skin, [0.62, 0.64, 0.20], np.clip(1.3 * dent + 0.25 * np.exp(-((y - 0.62) / 0.12) ** 2), 0, 0.8))
+    skin = _mix(skin, [0.62, 0.64, 0.20], np.clip(1.3 * dent + 0.25 * np.exp(-(((y - 0.62) / 0.12) ** 2)), 0, 0.8))
     speckles = _smoothstep(1.1, 1.9, _noise(rng, x.shape, (44, 52)))
     skin = _mix(skin, [0.97, 0.80, 0.50], 0.40 * speckles)
 

@@ -1,7 +1,9 @@
 """The command line: what it writes, and one line with exit code 2 for whatever it cannot do."""
 
+import contextlib
 import json
 import os
+import pty
 import shutil
 import signal
 import subprocess
@@ -95,6 +97,13 @@ BAD = {
     "cfg range": (["--cfg-range", "1-2"], "expected A:B:CFG"),
     "cfg range beyond": (["--cfg-range", "1:9:2"], "within the 1 steps"),
     "absent image": (["--image", "/nowhere/x.png"], "does not exist"),
+    "endless steps": (["--steps", "1000000000"], "at most 1000"),
+    "endless batch": (["--batch", "1000000"], "expected 1 to 64"),
+    "huge size": (["--size", "32x1000000"], "at most 16384"),
+    "huge resolution": (["--resolution", "9" * 40], "at most 16384"),
+    "tiny denoise": (["--denoise", "1e-300"], "--init-image"),
+    "cfg nan": (["--cfg", "nan"], "finite"),
+    "cfg range inf": (["--cfg-range", "1:1:inf"], "finite"),
     "mask alone": (["--mask", str(ROOT / "qwen21/mini/sample.png")], "--init-image"),
     "kv storage": (["--kv-storage", "fp8"], "--kv-storage fp8 does not work yet"),
     "fp8": (["--dtype", "fp8"], "--dtype fp8 does not work yet"),
@@ -207,6 +216,83 @@ def test_broken_models(generate, model, tmp_path):
     assert not (generate.folder / "o.png").exists()
 
 
+def test_failed_runs_leave_none_of_several_files(generate):
+    """The second picture's place, then the latent's, is taken by a folder: the first picture must not stay."""
+    (generate.folder / "o-2.png").mkdir()
+    assert generate("--batch", "2")[0] == 2
+    (generate.folder / "l.safetensors").mkdir()
+    assert generate("--save-latent", generate.folder / "l.safetensors")[0] == 2
+    assert sorted(p.name for p in generate.folder.iterdir()) == ["l.safetensors", "o-2.png"]
+
+
+def test_inputs_are_never_overwritten(generate, model):
+    picture = generate.folder / "o.png"
+    Image.new("RGB", (32, 32)).save(picture)
+    before = picture.read_bytes()
+    code, lines = generate("--image", picture)
+    assert code == 2
+    assert "would be overwritten" in lines[0]
+    assert picture.read_bytes() == before
+    weights = model / "vae" / "diffusion_pytorch_model.safetensors"
+    before = weights.read_bytes()
+    code, lines = generate("--save-latent", weights, out="p.png")
+    assert code == 2
+    assert "would be overwritten" in lines[0]
+    assert weights.read_bytes() == before
+
+
+def test_the_same_command_gives_the_same_bytes(generate):
+    assert generate()[0] == 0
+    first = (generate.folder / "o.png").read_bytes()
+    assert generate()[0] == 0
+    assert (generate.folder / "o.png").read_bytes() == first
+
+
+def test_checks_of_the_cache_give_the_same_latent(generate):
+    latents = []
+    for i, flags in enumerate(([], ["--prefix-cache", "off"], ["--kv-device", "cpu"])):
+        path = generate.folder / f"{i}.safetensors"
+        assert generate(*flags, "--save-latent", path)[0] == 0
+        latents.append(path.read_bytes())
+    assert latents[0] == latents[1] == latents[2]
+
+
+def test_strange_names_stay_one_line(model, capsys):
+    for path in ("/tmp/no\npe", "/tmp/" + "x" * 5000, "/nowhere/" + "y" * 300 + "/z"):
+        assert main(["inspect", path]) == 2
+        assert len(capsys.readouterr().err.strip().split("\n")) == 1
+
+
+def test_out_of_memory_is_one_line(generate, monkeypatch):
+    from qwen21.dit import DiT
+
+    def fail(*args, **kw):
+        raise MemoryError
+
+    monkeypatch.setattr(DiT, "denoise", fail)
+    code, lines = generate()
+    assert code == 2
+    assert "out of memory" in lines[0]
+    assert list(generate.folder.iterdir()) == []
+
+
+def test_a_swallowed_interrupt_is_still_an_interrupt(generate, monkeypatch):
+    """Libraries turn the exception into one of theirs; what the user did was press Ctrl-C."""
+    from qwen21.dit import DiT
+
+    def swallow(*args, **kw):
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape") from None
+
+    monkeypatch.setattr(DiT, "denoise", swallow)
+    code, lines = generate()
+    assert (code, lines) == (130, ["qwen21: interrupted, nothing was written"])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_inspect(model, capsys):
     assert main(["inspect", str(model)]) == 0
     out = capsys.readouterr().out
@@ -228,17 +314,21 @@ def test_demo(tmp_path):
 
 
 def test_interrupt_leaves_no_partial_file(model, tmp_path):
-    command = [sys.executable, "-m", "qwen21", "generate", "--model", str(model), "--prompt", "x", "--steps", "5000"]
+    command = [sys.executable, "-m", "qwen21", "generate", "--model", str(model), "--prompt", "x", "--steps", "900"]
     command += ["--resolution", "64", "--out", str(tmp_path / "o.png")]
+    terminal, end = pty.openpty()  # the progress bar moves on terminals only
     process = subprocess.Popen(
-        command, cwd=ROOT, stderr=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True
+        command, cwd=ROOT, stderr=end, env=os.environ | {"OMP_NUM_THREADS": "1"}, start_new_session=True
     )
+    os.close(end)
     seen = b""
     deadline = time.monotonic() + 60
-    while b"/5000" not in seen and time.monotonic() < deadline:
-        seen += os.read(process.stderr.fileno(), 4096)
+    while b"/900" not in seen and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):  # the other end may not be open yet
+            seen += os.read(terminal, 4096)
     process.send_signal(signal.SIGINT)
-    rest = process.communicate(timeout=30)[1]
+    process.wait(timeout=30)
+    rest = os.read(terminal, 65536)
     assert process.returncode == 130
     assert b"interrupted" in rest
     assert b"Traceback" not in rest

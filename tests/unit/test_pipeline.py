@@ -149,7 +149,9 @@ def test_report_lists_what_became_of_each_reference(pipeline):
     assert manifest["prefix"]["tokens"][0] > 32
     assert manifest["schedule"]["kind"] == "base"
     assert len(manifest["schedule"]["sigmas"]) == 3
-    assert "/" not in str(manifest["model"])
+    files = [part["file"] for part in manifest["model"].values()]
+    assert [name.split("/")[1] for name in files] == ["transformer", "text_encoder", "vae"]
+    assert not any(name.startswith("/") for name in files)
 
 
 def test_any_sequence_of_runs_equals_a_fresh_process(pipeline, files):

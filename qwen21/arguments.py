@@ -1,0 +1,145 @@
+"""The flags of the command line, and how their values are read."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .config import MAX_REFERENCES
+from .options import CANVASES, EDIT_NOISES, SCHEDULES
+
+if TYPE_CHECKING:
+    from .sampler import GuidanceRange
+
+
+def add_generate(p: argparse.ArgumentParser) -> None:
+    """The flags of `generate`."""
+    model = p.add_argument_group("model")
+    model.add_argument("--model", metavar="FOLDER", type=Path, help="a whole-model diffusers folder")
+    model.add_argument("--dit", metavar="FILE", type=Path, help="transformer: single file or component folder")
+    model.add_argument("--encoder", metavar="FILE", type=Path, help="text encoder: single file or component folder")
+    model.add_argument("--vae", metavar="FILE", type=Path, help="VAE: single file or component folder")
+    model.add_argument("--tokenizer", metavar="DIR", type=Path, help="tokenizer folder; single files need it")
+    model.add_argument(
+        "--dtype", choices=("auto", "fp32", "bf16", "fp16", "fp8"), default="auto", help="auto: bf16 on CUDA, else fp32"
+    )
+    model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    model.add_argument("--lora", metavar="F[:strength]", nargs="+", action="extend", default=[], help="not yet")
+    model.add_argument("--keep", metavar="PATTERN", nargs="+", action="extend", default=[], help="not yet")
+
+    picture = p.add_argument_group("picture")
+    picture.add_argument("--prompt", metavar="P", required=True)
+    picture.add_argument("--negative", metavar="P", help="negative prompt; needs --cfg above 1")
+    picture.add_argument(
+        "--image",
+        metavar="F",
+        type=Path,
+        nargs="+",
+        action="extend",
+        default=[],
+        help=f"references, up to {MAX_REFERENCES}, in order; the prompt may call them <image1>, <image2>, ...",
+    )
+    picture.add_argument(
+        "--size", metavar="WxH", type=_size, help="output size in pixels, rounded down to multiples of 32"
+    )
+    picture.add_argument(
+        "--resolution",
+        metavar="R",
+        type=int,
+        default=1024,
+        help="references and default output have about R x R pixels",
+    )
+    picture.add_argument("--canvas", choices=CANVASES, default="last", help="which reference the output size follows")
+    picture.add_argument("--batch", metavar="N", type=int, default=1, help="pictures per run")
+    picture.add_argument("--init-image", metavar="F", type=Path, help="start from this picture instead of pure noise")
+    picture.add_argument(
+        "--mask", metavar="F", type=Path, help="white where --init-image may change, black where it stays"
+    )
+    picture.add_argument(
+        "--denoise", metavar="D", type=float, default=1.0, help="how much of --init-image is redone, above 0 to 1"
+    )
+
+    sampling = p.add_argument_group("sampling")
+    sampling.add_argument("--seed", metavar="N", type=int, default=0)
+    sampling.add_argument("--steps", metavar="N", type=int, help="default 40; Turbo always runs 8")
+    sampling.add_argument("--schedule", choices=SCHEDULES, default="auto", help="auto: Turbo for Turbo checkpoints")
+    sampling.add_argument(
+        "--sigmas", metavar="S,S,...", type=_sigmas, help="a grid of your own, strictly falling within 1 and 0"
+    )
+    sampling.add_argument(
+        "--cfg", metavar="C", type=float, default=1.0, help="guides above 1, and only with --negative"
+    )
+    sampling.add_argument(
+        "--cfg-range",
+        metavar="A:B:CFG",
+        type=_cfg_range,
+        nargs="+",
+        action="extend",
+        default=[],
+        help="another CFG for steps A to B, counted from 1",
+    )
+    sampling.add_argument(
+        "--edit-noise",
+        choices=EDIT_NOISES,
+        default="decorrelated",
+        help="noise of edits: from a moved seed, or the released pipeline's",
+    )
+    sampling.add_argument(
+        "--prefix-cache",
+        choices=("on", "off"),
+        default="on",
+        help="off computes the prefix again at every step, to check",
+    )
+    sampling.add_argument(
+        "--kv-storage", choices=("native", "fp8", "fp8_v", "int8"), default="native", help="only native yet"
+    )
+    sampling.add_argument(
+        "--kv-device", choices=("auto", "gpu", "cpu"), default="auto", help="where the prefix is kept"
+    )
+
+    output = p.add_argument_group("output")
+    output.add_argument(
+        "--out", metavar="FILE.png", type=Path, required=True, help="with --batch N: FILE-1.png to FILE-N.png"
+    )
+    output.add_argument("--save-latent", metavar="FILE.safetensors", type=Path)
+    output.add_argument("--repeat", metavar="N", type=int, default=1, help="not yet")
+    output.add_argument("--session", metavar="JOBS.json", type=Path, help="not yet")
+
+
+def add_run(p: argparse.ArgumentParser) -> None:
+    """The flags of `run`."""
+    p.add_argument("file", metavar="FILE", type=Path, help="workflow in API format: in ComfyUI, File > Export (API)")
+    p.add_argument("--server", metavar="URL", default="http://127.0.0.1:8188", help="default %(default)s")
+    several = {"nargs": "+", "action": "extend", "default": []}
+    node = "NODE is a node's id, class or title"
+    p.add_argument("--set", metavar="NODE.INPUT=VALUE", **several, help=f"{node}; VALUE is JSON, or else a string")
+    picture = "upload a picture into an input; NODE alone means its input `image`, which LoadImage has"
+    p.add_argument("--image", metavar="NODE.INPUT=FILE", **several, help=picture)
+    p.add_argument("--out", metavar="DIR", type=Path, default=Path("."), help="folder for the outputs, default here")
+    p.add_argument("--verbose", action="store_true", help="show the texts of nodes, and tracebacks, on stderr")
+
+
+def _size(text: str) -> tuple[int, int]:
+    try:
+        width, height = (int(part) for part in text.lower().split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, expected WIDTHxHEIGHT such as 1024x768") from None
+    return width, height
+
+
+def _sigmas(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of sigmas, expected such as 1,0.7,0.3,0") from None
+
+
+def _cfg_range(text: str) -> GuidanceRange:
+    from .sampler import GuidanceRange
+
+    try:
+        first, last, cfg = text.split(":")
+        return GuidanceRange(int(first), int(last), float(cfg))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no CFG range, expected A:B:CFG such as 1:10:4.0") from None

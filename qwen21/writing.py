@@ -1,0 +1,54 @@
+"""Files that appear whole and together, or not at all."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from .errors import UserError
+
+
+def write_together(contents: Mapping[Path, bytes]) -> None:
+    """Write every file beside its place first, then move all there. `UserError` if one cannot be written.
+
+    Whatever happens on the way, an interrupt too, none of the new files is left.
+    """
+    parts = {path: path.parent / f".{uuid.uuid4().hex}.part" for path in contents}  # same folder: moving is atomic
+    moved: list[Path] = []
+    try:
+        for path, part in parts.items():
+            check_writable(path)
+            with open(part, "xb") as file:
+                file.write(contents[path])
+        for path, part in parts.items():
+            moved.append(path)
+            os.replace(part, path)
+        moved.clear()
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{str(path)!r} cannot be written ({reason}); write elsewhere") from error
+    finally:
+        for leftover in (*parts.values(), *moved):
+            with suppress(OSError, ValueError):
+                leftover.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """Refuse a path that is no place for a file, before any work is done."""
+    try:
+        if not path.parent.is_dir():
+            raise UserError(f"the folder {str(path.parent)!r} does not exist; make it first, or write elsewhere")
+        if path.exists() and not path.is_file():  # a folder, or a device that moving would replace
+            raise UserError(f"{str(path)!r} is not a file; expected the name of the file to write")
+        if not os.access(path.parent, os.W_OK):
+            raise UserError(f"the folder {str(path.parent)!r} cannot be written to; write elsewhere")
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{str(path)!r} cannot be written ({reason}); write elsewhere") from error
