@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from .checked import LARGEST, Within, count_of, flag, flags, pick, quotient, sample_sigmas, shape_of, short, table
+from .config_keys import DIT_KEYS, SCHEDULE_KEYS, TEXT_KEYS, VAE_KEYS, VISION_KEYS
 from .errors import UserError
 from .latent_statistics import LATENTS_MEAN, LATENTS_STD
 
@@ -27,57 +28,6 @@ SIZE_MULTIPLE = 32  # one vision token covers 2x2 latent cells, so sizes are mul
 
 Ratio = Annotated[float, Within(1e-12, 0.1)]
 Base = Annotated[float, Within(1.0, 1e12)]
-
-# Field names -> keys in config.json.
-DIT_KEYS = {
-    "layers": "num_layers",
-    "heads": "num_attention_heads",
-    "head_dim": "attention_head_dim",
-    "in_channels": "in_channels",
-    "out_channels": "out_channels",
-    "text_width": "context_in_dim",
-    "mlp_ratio": "mlp_ratio",
-    "rope_axes": "axes_dims_rope",
-    "eps": "eps",
-}
-VAE_KEYS = {
-    "base_width": "base_dim",
-    "decoder_base_width": "decoder_base_dim",
-    "latent_channels": "z_dim",
-    "multipliers": "dim_mult",
-    "res_blocks": "num_res_blocks",
-    "in_channels": "in_channels",
-    "out_channels": "out_channels",
-    "latents_mean": "latents_mean",
-    "latents_std": "latents_std",
-}
-TEXT_KEYS = {
-    "width": "hidden_size",
-    "mlp_width": "intermediate_size",
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "vocabulary": "vocab_size",
-    "rope_base": "rope_theta",
-    "mrope_sections": "mrope_section",
-    "eps": "rms_norm_eps",
-}
-VISION_KEYS = {
-    "layers": "depth",
-    "width": "hidden_size",
-    "mlp_width": "intermediate_size",
-    "heads": "num_heads",
-    "patch": "patch_size",
-    "temporal_patch": "temporal_patch_size",
-    "merge": "spatial_merge_size",
-    "positions": "num_position_embeddings",
-    "deepstack": "deepstack_visual_indexes",
-    "out_width": "out_hidden_size",
-}
-SCHEDULE_KEYS = {
-    name: name for name in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift", "shift_terminal")
-}
 
 
 @dataclass(frozen=True)

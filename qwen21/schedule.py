@@ -39,13 +39,13 @@ def base_sigmas(steps: int, tokens: int, config: ScheduleConfig = ScheduleConfig
     if steps == 1:
         return torch.tensor([1.0, 0.0])
     s = np.linspace(1.0, 1 / steps, steps).astype(np.float32)
-    e = math.exp(shift(tokens, config))
+    e = math.exp(min(shift(tokens, config), 80.0))  # far beyond any size; overflows at 710
     s = e / (e + (1 / s - 1))
     one_minus = 1 - s
     s = 1 - one_minus / (one_minus[-1] / (1 - config.shift_terminal))
     if not np.isfinite(s).all():
         raise UserError(
-            f"the schedule's shift {math.log(e):g} at {tokens} tokens is too large; take a smaller size, or correct "
+            f"the schedule's shift {shift(tokens, config):g} at {tokens} tokens is too large; take a smaller size, or correct "
             "base_shift and max_shift in scheduler_config.json"
         )
     return torch.cat([torch.from_numpy(s.astype(np.float32)), torch.zeros(1)])

@@ -17,23 +17,25 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
     Whatever happens on the way, an interrupt too, none of the new files is left.
     """
     parts = {path: path.parent / f".{uuid.uuid4().hex}.part" for path in contents}  # same folder: moving is atomic
-    moved: list[Path] = []
+    new: list[Path] = []  # moved to their places, where nothing was before
     try:
         for path, part in parts.items():
             check_writable(path)
             with open(part, "xb") as file:
                 file.write(contents[path])
         for path, part in parts.items():
-            moved.append(path)
+            replaces = path.exists()
             os.replace(part, path)
-        moved.clear()
+            if not replaces:
+                new.append(path)
+        new.clear()
     except UserError:
         raise
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{str(path)!r} cannot be written ({reason}); write elsewhere") from error
     finally:
-        for leftover in (*parts.values(), *moved):
+        for leftover in (*parts.values(), *new):
             with suppress(OSError, ValueError):
                 leftover.unlink(missing_ok=True)
 

@@ -14,8 +14,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from typing_extensions import Self
-
 
 def frame(payload: bytes | str, opcode: int | None = None, last: bool = True) -> bytes:
     """An unmasked frame, as servers send it."""
@@ -44,7 +42,7 @@ class FakeComfy:
         self.files: dict[str, bytes] = {}
         self.object_info: dict[str, Any] = {}
         self.answer: tuple[int, dict[str, Any]] | None = None
-        self.has_socket = True
+        self.has_socket = self.is_comfy = True
         self.running: list[str] = []
         self.entries: dict[str, Any] = {}
         self.connections: list[Any] = []
@@ -59,7 +57,7 @@ class FakeComfy:
     def prompt_id(self) -> str:
         return self.posted[-1]["prompt_id"]
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> FakeComfy:
         threading.Thread(target=self._httpd.serve_forever, args=(0.05,), daemon=True).start()
         return self
 
@@ -67,6 +65,13 @@ class FakeComfy:
         self.hang_up()
         self._httpd.shutdown()
         self._httpd.server_close()
+
+    def run(self) -> None:
+        try:
+            self.play(self)
+        except BaseException:
+            self.running.clear()  # a client must not wait for it
+            raise
 
     def send(self, data: bytes) -> None:
         for connection in self.connections:
@@ -117,6 +122,8 @@ def _handler(fake: FakeComfy) -> type[BaseHTTPRequestHandler]:
             name = parts.path.rsplit("/", 1)[-1]
             if parts.path == "/ws":
                 self.shake_hands()
+            elif not fake.is_comfy:
+                self.answer({})
             elif parts.path == "/queue":
                 self.answer({"queue_running": [[0, name] for name in fake.running], "queue_pending": []})
             elif parts.path.startswith("/history/"):
@@ -149,7 +156,7 @@ def _handler(fake: FakeComfy) -> type[BaseHTTPRequestHandler]:
                 return
             fake.running.append(fake.prompt_id)
             self.answer({"prompt_id": fake.prompt_id, "number": 1, "node_errors": {}})
-            threading.Thread(target=fake.play, args=(fake,), daemon=True).start()
+            threading.Thread(target=fake.run, daemon=True).start()
 
         def shake_hands(self) -> None:
             if not fake.has_socket:
@@ -167,6 +174,8 @@ def _handler(fake: FakeComfy) -> type[BaseHTTPRequestHandler]:
             fake.connections[-1].sendall(frame(json.dumps({"type": "status", "data": {"sid": "x"}})))
             while self.connection.recv(4096):  # until the client is gone
                 pass
+            if self.connection in fake.connections:
+                fake.connections.remove(self.connection)
             self.close_connection = True
 
     return Handler

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..checked import short
 from ..config import DiTConfig, EncoderConfig, VAEConfig
 from ..errors import UserError
 from .files import Checkpoint, TensorInfo
@@ -30,7 +31,10 @@ RELEASED_TEXT_WIDTH = 4096
 
 @dataclass(frozen=True)
 class Identity:
-    """What a checkpoint is. `kind` is dit, encoder, vae, lora or other; `title` names it for people."""
+    """What a checkpoint is. `kind` is dit, encoder, vae, lora or other; `title` names it for people.
+
+    `damage` says why a checkpoint of a known kind cannot be one; it then has neither config nor sources.
+    """
 
     kind: str
     title: str
@@ -39,6 +43,7 @@ class Identity:
     config: Any = None
     sources: Mapping[str, Source] | None = None
     turbo_hint: bool = False
+    damage: str = ""
 
 
 def identify(checkpoint: Checkpoint) -> Identity:
@@ -48,7 +53,7 @@ def identify(checkpoint: Checkpoint) -> Identity:
         identity = recognise(checkpoint, tensors)
         if identity is not None:
             return identity
-    first = ", ".join(list(tensors)[:3])
+    first = ", ".join(name if len(name) <= 60 and name.isprintable() else short(name) for name in list(tensors)[:3])
     return Identity("other", f"an unknown model ({len(tensors)} tensors: {first}, ...)")
 
 
@@ -57,6 +62,8 @@ def expect(checkpoint: Checkpoint, slot: str) -> Identity:
     identity = identify(checkpoint)
     if identity.kind != slot:
         raise UserError(f"{checkpoint.path}: this is {identity.title}; expected {SLOTS[slot]}")
+    if identity.damage:
+        raise UserError(f"{checkpoint.path}: {identity.title}, but damaged or incomplete: {identity.damage}")
     if identity.quantization not in ("bf16", "fp16", "fp32"):
         raise UserError(
             f"{checkpoint.path}: its weights are {identity.quantization}, which cannot be loaded yet; use the bf16 file"
@@ -104,7 +111,8 @@ def _dit(checkpoint: Checkpoint, tensors: Tensors) -> Identity | None:
         return None
     fused = _has(tensors, ".img_mlp.gate_up.")
     layout = ("Comfy" if fused else "diffusers") + (f", keys under {prefix[:-1]!r}" if prefix else "")
-    turbo = any("turbo" in part.lower() for part in (checkpoint.path.name, *checkpoint.path.parts[-2:-1]))
+    # A folder's sample_sigmas tell, and its name is anybody's choice; only a file has nothing but its name.
+    turbo = checkpoint.files == (checkpoint.path,) and "turbo" in checkpoint.path.name.lower()
     return _known("dit", TITLES["dit"], layout, tensors, dit_sources, DiTConfig.from_shapes, turbo_hint=turbo)
 
 
@@ -116,10 +124,10 @@ def _encoder(checkpoint: Checkpoint, tensors: Tensors) -> Identity | None:
     if not _has(tensors, "visual."):
         return Identity("other", "a language model without a vision tower, not Qwen3-VL")
     layout = "Hugging Face" if _has(tensors, "language_model.layers.") else "Comfy"
-    identity = _known("encoder", TITLES["encoder"], layout, tensors, encoder_sources, EncoderConfig.from_shapes)
-    if identity.config and identity.config.text.width == 2560:
+    embeddings = encoder_sources(tensors).get("language_model.embed_tokens.weight")
+    if embeddings and embeddings.shape[1:] == (2560,):
         return Identity("other", "Qwen3-VL-4B (width 2560); Qwen-Image 2.1 was trained with the 8B (width 4096)")
-    return identity
+    return _known("encoder", TITLES["encoder"], layout, tensors, encoder_sources, EncoderConfig.from_shapes)
 
 
 def _vae(checkpoint: Checkpoint, tensors: Tensors) -> Identity | None:
@@ -151,7 +159,7 @@ def _known(
     try:
         config = config_of({name: source.shape for name, source in sources.items()})
     except UserError as error:
-        return Identity("other", f"{title} that cannot be read: {error}")
+        return Identity(kind, title, layout, damage=str(error))
     return Identity(kind, title, layout, quantization(tensors), config, sources, turbo_hint)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
+import stat
 import struct
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -12,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..checked import short
 from ..errors import UserError
 
 MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
@@ -81,19 +84,18 @@ class Reader:
                 self._open[path] = self._stack.enter_context(safetensors.safe_open(path, framework="pt"))
             file = self._open[path]
             return file.get_tensor(name) if rows is None else file.get_slice(name)[rows[0] : rows[1]]
-        except (safetensors.SafetensorError, OSError) as error:
-            raise UserError(f"{path}: cannot read tensor {name!r} ({error}); download the file again") from error
+        except (safetensors.SafetensorError, OSError, ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"{path}: cannot read tensor {short(name)} ({reason}); download the file again") from error
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
     """Headers of a `.safetensors` file, or of a folder with one such file or with shards and their index."""
     path = Path(path)
-    if path.is_dir():
-        files = _folder_files(path)
-    elif path.exists():
-        files = (path,)
-    else:
+    found = probe(path)
+    if found is None:
         raise UserError(f"{path}: no such file or folder; check the path")
+    files = _folder_files(path) if stat.S_ISDIR(found.st_mode) else (path,)
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, str] = {}
     digest = hashlib.sha256()
@@ -104,10 +106,57 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
         for name, entry in header.items():
             if name in tensors:
                 raise UserError(
-                    f"{file}: tensor {name!r} is also in {tensors[name].file.name}; the shards are mixed up"
+                    f"{file}: tensor {short(name)} is also in {tensors[name].file.name}; the shards are mixed up"
                 )
             tensors[name] = TensorInfo(file, entry["dtype"], tuple(entry["shape"]))
     return Checkpoint(path, files, tensors, metadata, digest.hexdigest()[:16])
+
+
+def probe(path: Path) -> os.stat_result | None:
+    """What is at `path`, links followed; None if nothing is. `UserError` where that cannot even be asked."""
+    try:
+        return path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:  # no permission, a name too long, a loop of links, a null byte
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{_shown(path)}: cannot be reached ({reason}); check the path and its permissions") from error
+
+
+def is_file(path: Path) -> bool:
+    found = probe(path)
+    return found is not None and stat.S_ISREG(found.st_mode)
+
+
+def is_folder(path: Path) -> bool:
+    found = probe(path)
+    return found is not None and stat.S_ISDIR(found.st_mode)
+
+
+def _require_regular(path: Path) -> int:
+    """Size of the regular file at `path`; `UserError` for pipes and devices, which may never answer, and folders."""
+    found = probe(path)
+    if found is None:
+        raise UserError(f"{path}: no such file; is the model folder complete?")
+    if not stat.S_ISREG(found.st_mode):
+        what = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe, socket or device"
+        raise UserError(f"{path}: this is {what}, expected a regular file; check the path")
+    return found.st_size
+
+
+def _shown(path: Path) -> str:
+    """A path that may be endless, on one line."""
+    text = str(path)
+    return text if len(text) <= 300 and text.isprintable() else short(text)
+
+
+@contextmanager
+def blaming(path: Path) -> Iterator[None]:
+    """Errors about a file's content, with the file's name in front."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], bytes]:
@@ -115,8 +164,8 @@ def read_header(path: Path) -> tuple[dict[str, Any], bytes]:
 
     Raises `UserError` for anything that is not a whole safetensors file, before a byte of data is touched.
     """
+    size = _require_regular(path)
     try:
-        size = path.stat().st_size
         with path.open("rb") as stream:
             start = stream.read(32)
             for magic, what in STRANGERS.items():
@@ -154,10 +203,8 @@ def _check_header(path: Path, header: Any, data_bytes: int) -> None:
     metadata = header.get("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise UserError(f"{path}: the header's __metadata__ must map names to strings; the file is damaged")
-    end = 0
-    for name, entry in header.items():
-        if name != "__metadata__":
-            end = max(end, _check_entry(path, name, entry))
+    spans = sorted(_check_entry(path, name, entry) for name, entry in header.items() if name != "__metadata__")
+    end = max((stop for _, stop in spans), default=0)
     if end == 0:
         raise UserError(f"{path}: the file holds no tensors; download it again")
     if end > data_bytes:
@@ -165,10 +212,22 @@ def _check_header(path: Path, header: Any, data_bytes: int) -> None:
             f"{path}: cut short: the header promises {end} bytes of tensors, the file holds {data_bytes}; download it "
             "again"
         )
+    at = 0
+    for start, stop in spans:  # safetensors refuses holes, overlaps and trailing bytes too, but only when it loads
+        if start != at:
+            raise UserError(
+                f"{path}: the header's tensors do not join: one ends at byte {at}, the next starts at {start}; download "
+                "it again"
+            )
+        at = stop
+    if end < data_bytes:
+        raise UserError(
+            f"{path}: the header describes {end} bytes of tensors, the file holds {data_bytes}; download it again"
+        )
 
 
-def _check_entry(path: Path, name: str, entry: Any) -> int:
-    """Check one tensor's entry; returns the offset of its end."""
+def _check_entry(path: Path, name: str, entry: Any) -> tuple[int, int]:
+    """Check one tensor's entry; returns the offsets of its start and end."""
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, start, stop]
@@ -176,24 +235,28 @@ def _check_entry(path: Path, name: str, entry: Any) -> int:
     except (TypeError, KeyError, ValueError):
         sound = False
     if not sound:
-        raise UserError(f"{path}: the header's entry for {name!r} is damaged; download the file again")
+        raise UserError(f"{path}: the header's entry for {short(name)} is damaged; download the file again")
     if dtype not in DTYPE_BYTES:
-        raise UserError(f"{path}: tensor {name!r} has dtype {dtype!r}, which this reader does not know")
+        raise UserError(f"{path}: tensor {short(name)} has dtype {short(dtype)}, which this reader does not know")
     expected = math.prod(shape) * DTYPE_BYTES[dtype]
     if stop - start != expected:
         raise UserError(
-            f"{path}: tensor {name!r} of shape {shape} takes {expected} bytes, the header gives it {stop - start}; "
+            f"{path}: tensor {short(name)} of shape {shape} takes {expected} bytes, the header gives it {stop - start}; "
             "download the file again"
         )
-    return stop
+    return start, stop
 
 
 def _folder_files(folder: Path) -> tuple[Path, ...]:
     """The safetensors files of a model component's folder: the index's shards, or its single file."""
-    indices = sorted(folder.glob("*.safetensors.index.json"))
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        raise UserError(f"{folder}: cannot be listed ({error.strerror}); check its permissions") from error
+    indices = [folder / name for name in names if name.endswith(".safetensors.index.json")]
     if indices:
         return _shards(folder, indices[0])
-    files = sorted(folder.glob("*.safetensors"))
+    files = [folder / name for name in names if name.endswith(".safetensors")]
     if not files:
         raise UserError(f"{folder}: no .safetensors file in this folder; is the download complete?")
     if len(files) > 1:
@@ -206,22 +269,28 @@ def _shards(folder: Path, index: Path) -> tuple[Path, ...]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise UserError(f"{index}: no weight_map of tensor names to file names; download it again")
+    if not weight_map:
+        raise UserError(f"{index}: its weight_map names no tensors; download it again")
     shards = []
     for name in sorted(set(weight_map.values())):
         if name != Path(name).name or name in (".", ".."):
-            raise UserError(f"{index}: shard {name!r} lies outside the model's folder, which is not allowed")
-        if not (folder / name).is_file():
-            raise UserError(f"{folder}: shard {name} is missing ({len(set(weight_map.values()))} in all); download it")
+            raise UserError(f"{index}: shard {short(name)} lies outside the model's folder, which is not allowed")
+        with blaming(index):
+            found = is_file(folder / name)
+        if not found:
+            shown = name if len(name) <= 80 and name.isprintable() else short(name)
+            raise UserError(f"{folder}: shard {shown} is missing ({len(set(weight_map.values()))} in all); download it")
         shards.append(folder / name)
     return tuple(shards)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; `UserError` where it is missing or something else."""
+    size = _require_regular(path)
+    if size > MAX_HEADER:
+        raise UserError(f"{path}: {size} bytes, expected a small JSON file; download it again")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{path}: no such file; is the model folder complete?") from error
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: not readable as JSON ({error}); download it again") from error
     if not isinstance(value, dict):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import base64
 import json
+import secrets
 from typing import Any
 
 import numpy as np
 import torch
 
+from tests.comfy.models import DIT, ENCODER, VAE
+
 Graph = dict[str, dict[str, Any]]
-DIT, ENCODER, VAE = "qwen_image_2.1_tiny.safetensors", "qwen3vl_tiny.safetensors", "qwen_image_2.1_vae_tiny.safetensors"
 WIDTH, HEIGHT, STEPS = 96, 64, 3
 
 
@@ -66,6 +68,16 @@ def ksampler(**inputs: Any) -> dict[str, Any]:
     return node("KSampler", **(defaults | inputs))
 
 
+def probe(model: str = "dit", interrupt: str = "never", override: bool = False) -> dict[str, Any]:
+    """A MODEL that counts from zero in every workflow."""
+    fresh = secrets.randbelow(2**31)
+    return node("ProbeModel", model=[model, 0], interrupt=interrupt, override=override, fresh=fresh)
+
+
+def counts(model: str = "probe", after: str = "sample") -> dict[str, Any]:
+    return node("ProbeShow", value=[model, 1], after=[after, 0])
+
+
 def show(source: str, output: int = 0, **inputs: Any) -> dict[str, Any]:
     return node("ProbeShow", value=[source, output], **inputs)
 
@@ -81,16 +93,14 @@ def two_references(**nodes: Any) -> Graph:
         "picture": node("ProbeImage", n=1, height=64, width=64, channels=4, offset=0),
         "other": node("ProbeImage", n=1, height=64, width=96, channels=3, offset=3),
         "first": node("Qwen21AddReference", image=["picture", 0], resolution=64, fit="resize"),
-        "refs": node(
-            "Qwen21AddReference", image=["other", 0], references=["first", 0], resolution=64, fit="resize"
-        ),
+        "refs": node("Qwen21AddReference", image=["other", 0], references=["first", 0], resolution=64, fit="resize"),
         "pos": prompt("put <image1> on <image2>", references=["refs", 0], vae=["vae", 0]),
     }
     return text_to_image(**(graph | nodes))
 
 
-def custom_sampling(sigmas: list[Any], **nodes: Any) -> Graph:
-    """SamplerCustomAdvanced's nodes, from `pos`, its latent shown as `out`."""
+def custom_sampling(source: list[Any], **nodes: Any) -> Graph:
+    """SamplerCustomAdvanced's nodes, from `pos` along the SIGMAS of `source`."""
     graph = {
         "noise": node("RandomNoise", noise_seed=5),
         "guider": node("BasicGuider", model=["dit", 0], conditioning=["pos", 0]),
@@ -100,7 +110,7 @@ def custom_sampling(sigmas: list[Any], **nodes: Any) -> Graph:
             noise=["noise", 0],
             guider=["guider", 0],
             sampler=["euler", 0],
-            sigmas=sigmas,
+            sigmas=source,
             latent_image=["pos", 1],
         ),
     }

@@ -195,6 +195,19 @@ class ProbeLatent:
         return ({"samples": torch.randn(shape, generator=torch.Generator().manual_seed(seed))},)
 
 
+class ProbeConditioning:
+    """Text states of any width."""
+
+    INPUT_TYPES = classmethod(
+        lambda cls: {"required": {"width": ("INT", {"default": 64}), "tokens": ("INT", {"default": 7})}}
+    )
+    RETURN_TYPES, FUNCTION, CATEGORY = ("CONDITIONING",), "run", "probes"
+
+    def run(self, width, tokens):
+        states = torch.randn(1, tokens, width, generator=torch.Generator().manual_seed(1))
+        return ([[states, {}]],)
+
+
 class ProbeSigmas:
     """SIGMAS given as numbers."""
 
@@ -256,6 +269,6 @@ NODE_CLASS_MAPPINGS = {
     cls.__name__: cls
     for cls in (
         ProbeShow, ProbeModel, ProbePatch, ProbeClone, ProbeCoreConditioning, ProbeOther, ProbeLatent, ProbeMask,
-        ProbeImage, ProbeSigmas,
+        ProbeImage, ProbeSigmas, ProbeConditioning,
     )
 }  # fmt: skip
