@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test lint clean
+.PHONY: help demo test test-comfy lint clean
 
 help:
 	@echo "make demo   run the bundled miniature and write its pictures to $(DEMO_OUT)/"
 	@echo "make test   run the tests"
+	@echo "make test-comfy   run the tests in a real ComfyUI; see COMFYUI_PYTHON and COMFYUI_PATH in tests/comfy"
 	@echo "make lint   check the style"
 	@echo "make clean  remove $(VENV) and $(DEMO_OUT)"
 	@echo "Each sets up $(VENV) by itself; PYTHON=... chooses the interpreter (3.10 or newer)."
@@ -30,6 +31,10 @@ demo: $(INSTALLED)
 # Not `python -m pytest`: that puts this folder on sys.path, where nodes/ would shadow the nodes.py of ComfyUI.
 test: $(INSTALLED)
 	$(BIN)/pytest $(TESTS)
+
+# In real ComfyUI: COMFYUI_PYTHON is an interpreter with ComfyUI's requirements, COMFYUI_PATH a checkout (~/ComfyUI).
+test-comfy: $(INSTALLED)
+	COMFYUI_PATH="$(COMFYUI_PATH)" COMFYUI_PYTHON="$(COMFYUI_PYTHON)" $(BIN)/pytest tests/comfy
 
 lint: $(INSTALLED)
 	$(BIN)/python -m ruff check .

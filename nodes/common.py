@@ -2,6 +2,8 @@
 
 from comfy_api.latest import io
 
+from ..qwen21.errors import UserError
+
 CATEGORY = "Qwen-Image 2.1"
 Encoder = io.Custom("QWEN21_ENCODER")
 References = io.Custom("QWEN21_REFERENCES")
@@ -11,3 +13,10 @@ SLOTS, LATENTS = "image_slots", "reference_latents"  # the keys that core's own 
 PADS = "qwen21_image_pads"  # (start, length) of each reference's vision tokens, where they stay in the states
 SEEN_BY_BOTH, SEEN_BY_ENCODER = "by encoder and transformer", "by the encoder alone (no VAE wired)"
 REPORT = "qwen21_report"  # what the encoder did, for the sampler's report
+
+
+def check_choices(**chosen):
+    """Refuse values that a combo does not list: name=(value, options). ComfyUI 0.3.64 leaves that to the node."""
+    for name, (value, options) in chosen.items():
+        if value not in options:
+            raise UserError(f"{name} is {value!r}, expected one of {', '.join(options)}")

@@ -5,7 +5,19 @@ from comfy_api.latest import io
 
 from ..qwen21.config import SIZE_MULTIPLE
 from ..qwen21.options import CANVASES
-from .common import CATEGORY, LATENTS, MAX_SIDE, PADS, REPORT, SEEN_BY_BOTH, SEEN_BY_ENCODER, SLOTS, Encoder, References
+from .common import (
+    CATEGORY,
+    LATENTS,
+    MAX_SIDE,
+    PADS,
+    REPORT,
+    SEEN_BY_BOTH,
+    SEEN_BY_ENCODER,
+    SLOTS,
+    Encoder,
+    References,
+    check_choices,
+)
 from .latent import empty_latent
 from .references import encode_reference
 
@@ -78,6 +90,7 @@ class Qwen21EncodePrompt(io.ComfyNode):
 
     @classmethod
     def execute(cls, encoder, prompt, references=None, vae=None, canvas="last", width=1024, height=1024, batch=1):
+        check_choices(canvas=(canvas, [*CANVASES, "size"]))
         references = list(references or [])
         text = encoder.encode(prompt, references, keep_image_pads=vae is None)
         extra = {REPORT: report(encoder, prompt, references, text, vae)}

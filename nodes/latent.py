@@ -5,7 +5,7 @@ from comfy_api.latest import io
 
 from ..qwen21.config import LATENT_PIXELS, SIZE_MULTIPLE
 from ..qwen21.options import SCHEDULES
-from .common import CATEGORY, MAX_SIDE
+from .common import CATEGORY, MAX_SIDE, check_choices
 
 
 class Qwen21EmptyLatent(io.ComfyNode):
@@ -102,6 +102,7 @@ class Qwen21Schedule(io.ComfyNode):
         from ..qwen21.schedule import make_schedule
         from .sample import resolve_schedule
 
+        check_choices(schedule=(schedule, SCHEDULES))
         tokens = width * height // LATENT_PIXELS**2
         if latent is not None:
             tokens = latent["samples"].shape[-1] * latent["samples"].shape[-2]

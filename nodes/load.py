@@ -3,9 +3,13 @@
 from comfy_api.latest import io
 
 from .bridge import host
-from .common import CATEGORY, Encoder
+from .common import CATEGORY, Encoder, check_choices
 
 FILE_HELP = "A .safetensors file, or a whole model in the diffusers layout (names that end in a slash)."
+
+ENCODER_DEVICES = ["default", "cpu"]
+VAE_DTYPES = ["default", "bf16", "fp32"]
+ALPHAS = ["auto", "keep", "over white"]
 
 
 class Qwen21LoadDiT(io.ComfyNode):
@@ -48,6 +52,7 @@ class Qwen21LoadDiT(io.ComfyNode):
     def execute(cls, file, dtype):
         from .bridge.model import load_model
 
+        check_choices(dtype=(dtype, host.DTYPE_NAMES))
         return io.NodeOutput(load_model(str(host.find("dit", file)), dtype))
 
 
@@ -73,7 +78,7 @@ class Qwen21LoadEncoder(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "device",
-                    options=["default", "cpu"],
+                    options=ENCODER_DEVICES,
                     default="default",
                     tooltip="cpu reads prompts slowly and leaves the GPU to the transformer.",
                 ),
@@ -91,6 +96,7 @@ class Qwen21LoadEncoder(io.ComfyNode):
     def execute(cls, file, dtype, device):
         from .bridge.encoder import load_encoder
 
+        check_choices(dtype=(dtype, host.DTYPE_NAMES), device=(device, ENCODER_DEVICES))
         return io.NodeOutput(load_encoder(str(host.find("encoder", file)), dtype, device))
 
 
@@ -108,13 +114,13 @@ class Qwen21LoadVAE(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "dtype",
-                    options=["default", "bf16", "fp32"],
+                    options=VAE_DTYPES,
                     default="default",
                     tooltip="Precision; fp16 overflows in this VAE and is not offered.",
                 ),
                 io.Combo.Input(
                     "alpha",
-                    options=["auto", "keep", "over white"],
+                    options=ALPHAS,
                     default="auto",
                     tooltip=(
                         "auto gives RGB where the picture is opaque everywhere, else RGBA; keep is always RGBA; over"
@@ -137,4 +143,5 @@ class Qwen21LoadVAE(io.ComfyNode):
     def execute(cls, file, dtype, alpha):
         from .bridge.vae import load_vae
 
+        check_choices(dtype=(dtype, VAE_DTYPES), alpha=(alpha, ALPHAS))
         return io.NodeOutput(load_vae(str(host.find("vae", file)), dtype, alpha))

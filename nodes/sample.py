@@ -11,9 +11,12 @@ from comfy_api.latest import io, ui
 from ..qwen21.config import LATENT_PIXELS, SIZE_MULTIPLE, ScheduleConfig
 from ..qwen21.errors import UserError
 from ..qwen21.options import EDIT_NOISES, SCHEDULES
-from .common import CATEGORY, LATENTS
+from .common import CATEGORY, LATENTS, check_choices
 
 SAMPLERS = ["euler", *[name for name in comfy.samplers.SAMPLER_NAMES if name != "euler"]]
+
+SWITCH = ["on", "off"]
+PLACES = ["auto", "gpu", "cpu"]
 
 
 class Qwen21Sampler(io.ComfyNode):
@@ -80,7 +83,7 @@ class Qwen21Sampler(io.ComfyNode):
                 ),
                 io.Combo.Input(
                     "prefix_cache",
-                    options=["on", "off"],
+                    options=SWITCH,
                     default="on",
                     tooltip="off computes text and references again at every step: slow, for checking.",
                 ),
@@ -136,6 +139,12 @@ class Qwen21Sampler(io.ComfyNode):
         from .bridge.model import is_cores, is_ours, with_prefix_options
         from .report import build_report, summary
 
+        check_choices(
+            schedule=(schedule, SCHEDULES),
+            sampler_name=(sampler_name, SAMPLERS),
+            edit_noise=(edit_noise, EDIT_NOISES),
+            prefix_cache=(prefix_cache, SWITCH),
+        )
         if not is_ours(model) and not is_cores(model):
             raise UserError(
                 f"the MODEL is a {type(model.model).__name__}, expected Qwen-Image 2.1; load it with Qwen21LoadDiT"
@@ -264,13 +273,13 @@ class Qwen21PrefixCache(io.ComfyNode):
                 io.Model.Input("base_model", display_name="model", tooltip="From Qwen21LoadDiT."),
                 io.Combo.Input(
                     "prefix_cache",
-                    options=["on", "off"],
+                    options=SWITCH,
                     default="on",
                     tooltip="off computes text and references again at every step: slow, for checking.",
                 ),
                 io.Combo.Input(
                     "device",
-                    options=["auto", "gpu", "cpu"],
+                    options=PLACES,
                     default="auto",
                     tooltip=(
                         "Where the prefix is kept: auto is the GPU while half of its free memory holds it, else RAM."
@@ -284,6 +293,7 @@ class Qwen21PrefixCache(io.ComfyNode):
     def execute(cls, base_model, prefix_cache, device):
         from .bridge.model import is_ours, with_prefix_options
 
+        check_choices(prefix_cache=(prefix_cache, SWITCH), device=(device, PLACES))
         if not is_ours(base_model):
             raise UserError(
                 f"the MODEL is a {type(base_model.model).__name__}; only MODELs of Qwen21LoadDiT keep a prefix"

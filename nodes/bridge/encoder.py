@@ -18,7 +18,6 @@ from ...qwen21.prompt import Reference
 from .host import DTYPES, check_cancel, patcher_class
 
 KEPT_FEATURES = 16  # vision features remembered by the content of their pixels
-DEVICES = ["default", "cpu"]
 
 
 class Qwen21Encoder:

@@ -20,7 +20,6 @@ from ...qwen21.images import to_vae_pixels
 from ...qwen21.prompt import Reference
 from .host import DTYPES, check_cancel, free_bytes, patcher_class
 
-ALPHA = ["auto", "keep", "over white"]
 KEPT_LATENTS = 16  # reference latents remembered by the content of their pixels
 
 
