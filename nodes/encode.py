@@ -97,16 +97,20 @@ class Qwen21EncodePrompt(io.ComfyNode):
         if vae is not None and references:
             extra |= {SLOTS: list(text.image_slots), LATENTS: [encode_reference(vae, r) for r in references]}
         elif references:
-            extra[PADS] = [(span.start - text.layout.drop, len(span)) for span in text.layout.images]
+            spans = zip(text.layout.images, references, strict=True)
+            extra[PADS] = [(span.start - text.layout.drop, len(span), r.digest) for span, r in spans]
         size = (width, height) if canvas == "size" or not references else canvas_of(references, canvas)
         states = text.states.float().cpu() if text.states.dtype == torch.float16 else text.states.cpu()
         return io.NodeOutput([[states[None], extra]], empty_latent(*size, batch))
 
 
 def canvas_of(references, canvas):
-    """(width, height) of the reference the canvas follows; of equally large ones the last."""
-    sizes = [reference.image.size for reference in references]
-    return {"last": sizes[-1], "first": sizes[0], "largest": max(reversed(sizes), key=lambda s: s[0] * s[1])}[canvas]
+    """(width, height) of the reference the canvas follows; of equally large originals the last."""
+    if canvas == "first":
+        return references[0].image.size
+    if canvas == "largest":
+        return max(reversed(references), key=lambda r: r.original[0] * r.original[1]).image.size
+    return references[-1].image.size
 
 
 def report(encoder, prompt, references, text, vae):

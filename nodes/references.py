@@ -124,29 +124,29 @@ def splice(states, extra, references, vae):
         raise UserError(
             f"the prompt was encoded with {len(pads)} references but {len(references)} arrived; wire the same ones"
         )
-    for i, ((_, length), reference) in enumerate(zip(pads, references, strict=True), 1):
-        if length != reference.tokens:
+    for i, ((_, _, digest), reference) in enumerate(zip(pads, references, strict=True), 1):
+        if digest != reference.digest:
             raise UserError(f"reference {i} is not the picture the prompt was encoded with: wire the same references")
     kept, slots = without_pads(states.shape[1], pads)
     extra |= {SLOTS: slots, LATENTS: [encode_reference(vae, reference) for reference in references]}
     if REPORT in extra:
-        extra[REPORT] = spliced_report(extra[REPORT], references, slots, vae)
+        extra[REPORT] = spliced_report(extra[REPORT], references, slots, len(kept), vae)
     return states[:, kept], extra
 
 
-def spliced_report(report, references, slots, vae):
+def spliced_report(report, references, slots, tokens, vae):
     """The encoder's report, with what the splice changed."""
     seen = [
         described | {"tokens": reference.width * reference.height, "slot": slot, "seen": SEEN_BY_BOTH}
         for described, reference, slot in zip(report["references"], references, slots, strict=True)
     ]
-    return report | {"references": seen, "vae": getattr(vae, "name", None)}
+    return report | {"references": seen, "tokens": tokens, "vae": getattr(vae, "name", None)}
 
 
 def without_pads(tokens, pads):
     """Indices of the states that are no vision tokens, and the slots among them."""
     dropped, slots = set(), []
-    for start, length in pads:
+    for start, length, *_ in pads:
         slots.append(start - len(dropped))
         dropped.update(range(start, start + length))
     return [i for i in range(tokens) if i not in dropped], slots

@@ -1,10 +1,10 @@
 """The sampler's report: what ran, what a rerun has to pin, and the same in a few lines for the node."""
 
 from ..qwen21.manifest import library_versions
-from .common import PADS, REPORT
+from .common import LATENTS, PADS, REPORT, SLOTS
 
 
-def build_report(model, positive, negative, schedule, settings):
+def build_report(model, positive, negative, schedule, settings, unused_negative=False):
     """The report as a dictionary. `negative` is None where nothing was guided; `settings` are the sampler's own."""
     return {
         "model": _model(model),
@@ -12,7 +12,7 @@ def build_report(model, positive, negative, schedule, settings):
         **settings,
         "positive": positive[0][1].get(REPORT),
         "negative": None if negative is None else negative[0][1].get(REPORT),
-        "warnings": _warnings(schedule, positive),
+        "warnings": _warnings(schedule, positive[0][1], unused_negative),
         "versions": library_versions(),
     }
 
@@ -30,10 +30,15 @@ def _model(model):
     }
 
 
-def _warnings(schedule, positive):
+def _warnings(schedule, extra, unused_negative):
     found = list(schedule.warnings)
-    if PADS in positive[0][1]:
+    if PADS in extra:
         found.append("references were seen by the encoder alone: wire the VAE into Qwen21EncodePrompt")
+    latents, slots = len(extra.get(LATENTS) or []), len(extra.get(SLOTS) or [])
+    if latents > slots:
+        found.append(f"{latents - slots} of {latents} reference latents have no slot in the prompt and follow the text")
+    if unused_negative:
+        found.append("the negative prompt is unused: it needs a cfg other than 1")
     return found
 
 

@@ -121,7 +121,7 @@ class Qwen21Sampler(io.ComfyNode):
                     "report", display_name="report", tooltip="What ran, as JSON: what a rerun has to pin."
                 ),
             ],
-            hidden=[io.Hidden.extra_pnginfo],
+            hidden=[io.Hidden.extra_pnginfo, io.Hidden.prompt, io.Hidden.unique_id],
         )
 
     @classmethod
@@ -191,12 +191,19 @@ class Qwen21Sampler(io.ComfyNode):
                 "batch": samples.shape[0],
                 "prefix_cache": prefix_cache if is_ours(model) else "core's MODEL has no prefix store",
             },
+            unused_negative=not guided and is_wired(cls.hidden, "negative"),
         )
         if cls.hidden.extra_pnginfo is not None:
             cls.hidden.extra_pnginfo["qwen21"] = report  # travels into the pictures that SaveImage writes
         text = json.dumps(report, ensure_ascii=False, indent=1)
         kept = {key: value for key, value in latent.items() if key != "downscale_ratio_spacial"}
         return io.NodeOutput(kept | {"samples": result}, text, ui=ui.PreviewText(summary(report)))
+
+
+def is_wired(hidden, name):
+    """Whether an input of this node is wired, also where its lazy value was never asked for."""
+    node = (hidden.prompt or {}).get(str(hidden.unique_id), {})
+    return name in node.get("inputs", {})
 
 
 def guides(cfg, start, end):
@@ -251,10 +258,15 @@ def resolve_schedule(schedule, model):
 def choose_schedule(model, samples, schedule, steps, denoise, sigmas):
     from ..qwen21.schedule import Schedule, custom_sigmas, make_schedule
 
+    tokens = samples.shape[-1] * samples.shape[-2]
     if sigmas is not None:
+        from .bridge.model import official_sigmas
+
+        official = official_sigmas(model, sigmas, tokens)  # BasicScheduler's simple grid, as KSampler's
+        if official is not None:
+            return Schedule(official, resolve_schedule("auto", model)[0])
         return Schedule(custom_sigmas(sigmas.tolist()), "custom")
     kind, config = resolve_schedule(schedule, model)
-    tokens = samples.shape[-1] * samples.shape[-2]
     return make_schedule(kind, tokens, steps=steps, denoise=denoise, config=config)
 
 

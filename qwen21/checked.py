@@ -34,6 +34,11 @@ def short(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
+def printable(name: str) -> str:
+    """A name as it is, or shortened and quoted where it is long or would break the line."""
+    return name if len(name) <= 80 and name.isprintable() else short(name)
+
+
 # --- numbers of JSON files -----------------------------------------------------------------------------------------
 
 

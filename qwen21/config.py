@@ -47,7 +47,9 @@ class DiTConfig:
 
     def __post_init__(self) -> None:
         if any(axis % 2 for axis in self.rope_axes):
-            raise UserError(f"rope axes are {self.rope_axes}, expected even numbers; each pair of channels turns together")
+            raise UserError(
+                f"rope axes are {self.rope_axes}, expected even numbers; each pair of channels turns together"
+            )
         if sum(self.rope_axes) != self.head_dim:
             raise UserError(
                 f"rope axes {self.rope_axes} add up to {sum(self.rope_axes)}, but the head size is {self.head_dim}; "
@@ -65,7 +67,9 @@ class DiTConfig:
     @classmethod
     def from_diffusers(cls, config: Mapping[str, Any]) -> DiTConfig:
         if config.get("patch_size", 1) != 1:
-            raise UserError(f"patch_size is {short(config['patch_size'])}, but Qwen-Image 2.1 has 1; is this another model?")
+            raise UserError(
+                f"patch_size is {short(config['patch_size'])}, but Qwen-Image 2.1 has 1; is this another model?"
+            )
         if not flag("causal_condition", config.get("causal_condition", True)):
             raise UserError(
                 "causal_condition is false, but every Qwen-Image 2.1 release has it on: its prefix must not depend on "
@@ -125,7 +129,7 @@ class VAEConfig:
 
     @classmethod
     def from_diffusers(cls, config: Mapping[str, Any]) -> VAEConfig:
-        if config.get("patch_size") not in (None, 1) or config.get("is_residual") is False:
+        if config.get("patch_size") not in (None, 1) or not flag("is_residual", config.get("is_residual", True)):
             raise UserError(
                 "this VAE's config is of another family (patch_size or is_residual differ); expected "
                 "AutoencoderKLQwenImage21"
@@ -153,13 +157,15 @@ class VAEConfig:
             for i in range(stages - 1)
         )
         has_time = any(key.endswith("time_conv.weight") for key in shapes)
-        has_encoder = "encoder.conv_in.weight" in shapes
+        base, in_channels = max(decoder_base * 2 // 3, 1), 4
+        if "encoder.conv_in.weight" in shapes:
+            base, in_channels = shape_of(shapes, "encoder.conv_in.weight", 4)[:2]
         return cls(
-            base_width=shape_of(shapes, "encoder.conv_in.weight", 4)[0] if has_encoder else max(decoder_base * 2 // 3, 1),
+            base_width=base,
             decoder_base_width=decoder_base,
             latent_channels=latent_channels,
             res_blocks=count_of(shapes, "decoder.up_blocks.0.resnets.") - 1,
-            in_channels=shape_of(shapes, "encoder.conv_in.weight", 4)[1] if has_encoder else 4,
+            in_channels=in_channels,
             out_channels=shape_of(shapes, "decoder.conv_out.weight", 4)[0],
             slots=slots if has_time else cls().slots,
         )
@@ -234,7 +240,9 @@ class EncoderConfig:
     def from_transformers(cls, config: Mapping[str, Any]) -> EncoderConfig:
         """From a Hugging Face `config.json`, with `rope_theta` and `rope_scaling` (4.x) or `rope_parameters` (5.x)."""
         if config.get("model_type", "qwen3_vl") != "qwen3_vl":
-            raise UserError(f"the text encoder is of type {short(config['model_type'])}, expected 'qwen3_vl' (Qwen3-VL-8B)")
+            raise UserError(
+                f"the text encoder is of type {short(config['model_type'])}, expected 'qwen3_vl' (Qwen3-VL-8B)"
+            )
         text, vision = table(config, "text_config"), table(config, "vision_config")
         rope = {**table(text, "rope_scaling", null=True), **table(text, "rope_parameters", null=True)}
         values = pick(TextConfig, {**text, **rope}, TEXT_KEYS)

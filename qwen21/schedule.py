@@ -42,11 +42,12 @@ def base_sigmas(steps: int, tokens: int, config: ScheduleConfig = ScheduleConfig
     e = math.exp(min(shift(tokens, config), 80.0))  # far beyond any size; overflows at 710
     s = e / (e + (1 / s - 1))
     one_minus = 1 - s
-    s = 1 - one_minus / (one_minus[-1] / (1 - config.shift_terminal))
+    with np.errstate(invalid="ignore", divide="ignore"):  # 0 / 0 where the shift is beyond fp32
+        s = 1 - one_minus / (one_minus[-1] / (1 - config.shift_terminal))
     if not np.isfinite(s).all():
         raise UserError(
-            f"the schedule's shift {shift(tokens, config):g} at {tokens} tokens is too large; take a smaller size, or correct "
-            "base_shift and max_shift in scheduler_config.json"
+            f"the schedule's shift {shift(tokens, config):g} at {tokens} tokens is too large; take a smaller size, or "
+            "correct base_shift and max_shift in scheduler_config.json"
         )
     return torch.cat([torch.from_numpy(s.astype(np.float32)), torch.zeros(1)])
 
@@ -114,7 +115,7 @@ def official_grid(
     """
     n = len(sigmas) - 1
     given, table = sigmas.cpu().float(), table.cpu().float()
-    if n < 1:
+    if n < 1 or not bool(torch.isin(given[:-1], table).all()):
         return None
     for steps in range(n, len(table) + 1):
         indices = [-(1 + int(x * len(table) / steps)) for x in range(steps)]

@@ -27,6 +27,11 @@ def frame(payload: bytes | str, opcode: int | None = None, last: bool = True) ->
     return head + struct.pack(">BQ", 127, len(data)) + data
 
 
+class _QuietServer(ThreadingHTTPServer):
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that hangs up early is part of the tests; the default prints a traceback into their stderr."""
+
+
 class FakeComfy:
     """`play` runs in a thread of its own once a workflow is queued; it tells messages and ends with `finish`.
 
@@ -46,7 +51,7 @@ class FakeComfy:
         self.running: list[str] = []
         self.entries: dict[str, Any] = {}
         self.connections: list[Any] = []
-        self._httpd = ThreadingHTTPServer(("127.0.0.1", 0), _handler(self))
+        self._httpd = _QuietServer(("127.0.0.1", 0), _handler(self))
         self._httpd.daemon_threads = True
 
     @property

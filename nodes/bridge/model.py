@@ -35,42 +35,62 @@ UNSUPPORTED_PATCHES = ("single_block", "post_input", "attn1_patch", "double_bloc
 
 
 class _Channels(int):
-    """64, but refusing to be compared with the 4 or 16 channels of another model's empty latent.
+    """64, but watching for the comparison with another model's empty latent, the only question core asks of it.
 
-    ComfyUI 0.3.64 repeats such a latent to 64 channels at an eighth of the pixels, which silently doubles the picture.
-    Newer versions know the ratio and resize it. The comparison is the only question either asks.
+    Core repeats a latent of 4 or 16 channels to 64, an eighth of the pixels each way instead of a sixteenth, which
+    doubles the picture in silence. Newer versions resize it where its node told a ratio; the format does where not.
+    ComfyUI 0.3.64 knows no ratio and offers no way to resize, so there it is refused.
     """
 
+    owner: Qwen21LatentFormat
+
     def __ne__(self, other: object) -> bool:
-        if other in (4, 16) and "downscale_ratio_spacial" not in _fix_parameters():
-            raise UserError(
-                f"the latent has {other} channels, Qwen-Image 2.1 has 64; make it with the node Qwen21EmptyLatent, or "
-                "take the latent of Qwen21EncodePrompt"
-            )
+        if other in (4, 16):
+            if "downscale_ratio_spacial" not in inspect.signature(comfy.sample.fix_empty_latent_channels).parameters:
+                raise UserError(
+                    f"the latent has {other} channels, Qwen-Image 2.1 has 64; make it with the node Qwen21EmptyLatent, "
+                    "or take the latent of Qwen21EncodePrompt"
+                )
+            self.owner.unscaled = True
         return int(self) != other
 
     __hash__ = int.__hash__
 
 
-def _fix_parameters() -> list[str]:
-    return list(inspect.signature(comfy.sample.fix_empty_latent_channels).parameters)
-
-
 class Qwen21LatentFormat(comfy.latent_formats.LatentFormat):
     """Raw latents outside, normalised ones for the transformer."""
 
-    latent_channels = _Channels(64)
     latent_dimensions = 2
-    spacial_downscale_ratio = LATENT_PIXELS
 
     def __init__(self) -> None:
+        self.latent_channels = _Channels(64)
+        self.latent_channels.owner = self
+        self.unscaled = False  # between core's comparison of channels and its look at the ratio
         self.mean = torch.tensor(LATENTS_MEAN).view(1, -1, 1, 1)
         self.std = torch.tensor(LATENTS_STD).view(1, -1, 1, 1)
         # No released factors exist. Each colour is the mean of a third of the channels: enough to see shapes form.
         third = [[0.06 * (channel % 3 == colour) for colour in range(3)] for channel in range(64)]
         self.latent_rgb_factors = third
 
+    @property
+    def spacial_downscale_ratio(self) -> int:
+        """Core asks only where a node told its latent's ratio, and then resizes by itself."""
+        self.unscaled = False
+        return LATENT_PIXELS
+
+    def fix_empty_latent(self, latent: Tensor) -> Tensor:
+        """An empty latent of another model without a ratio counts as one cell for 8 pixels."""
+        if not self.unscaled:
+            return latent
+        self.unscaled = False
+        return latent[:, :, ::2, ::2]
+
     def process_in(self, latent: Tensor) -> Tensor:
+        if latent.shape[1] != 64:
+            raise UserError(
+                f"the latent has {latent.shape[1]} channels, Qwen-Image 2.1 has 64; encode the picture with the VAE of "
+                "Qwen21LoadVAE"
+            )
         return (latent - self.mean.to(latent)) / self.std.to(latent)
 
     def process_out(self, latent: Tensor) -> Tensor:
@@ -262,19 +282,24 @@ def _schedule_of(part: Component) -> tuple[bool, ScheduleConfig]:
     return part.identity.turbo_hint, ScheduleConfig()
 
 
+def official_sigmas(patcher: Any, sigmas: Tensor, tokens: int) -> Tensor | None:
+    """The released grid in place of a `simple` one of our own unpatched model sampling; None for any other grid."""
+    model = patcher.model
+    if not isinstance(model, Qwen21Model) or patcher.get_model_object("model_sampling") is not model.plain_sampling:
+        return None
+    found = official_grid(sigmas, model.plain_sampling.sigmas, tokens, turbo=model.turbo, config=model.schedule)
+    return found and found[0]
+
+
 def _use_official_grid(executor: Any, noise: Tensor, latent_image: Tensor, sampler: Any, sigmas: Tensor, *rest, **kw):
     """KSampler never asks a model for sigmas: its `simple` grid becomes the released one of this size."""
     patcher = executor.class_obj.model_patcher
-    model = patcher.model
-    if isinstance(model, Qwen21Model) and patcher.get_model_object("model_sampling") is model.plain_sampling:
-        tokens = noise.shape[-1] * noise.shape[-2]
-        found = official_grid(sigmas, model.plain_sampling.sigmas, tokens, turbo=model.turbo, config=model.schedule)
-        if found:
-            kind = "Turbo" if model.turbo else "base"
-            log.info("Qwen-Image 2.1: the simple grid became the %s schedule of %d steps", kind, found[1])
-            sigmas = found[0]
-        else:
-            log.info("Qwen-Image 2.1: sampling the given sigmas as they are")
+    official = official_sigmas(patcher, sigmas, noise.shape[-1] * noise.shape[-2])
+    if official is None:
+        log.info("Qwen-Image 2.1: sampling the given sigmas as they are")
+    else:
+        log.info("Qwen-Image 2.1: the simple grid became the %s schedule", "Turbo" if patcher.model.turbo else "base")
+        sigmas = official
     return executor(noise, latent_image, sampler, sigmas, *rest, **kw)
 
 

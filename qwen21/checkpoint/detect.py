@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..checked import short
+from ..checked import printable
 from ..config import DiTConfig, EncoderConfig, VAEConfig
 from ..errors import UserError
 from .files import Checkpoint, TensorInfo
@@ -53,7 +53,7 @@ def identify(checkpoint: Checkpoint) -> Identity:
         identity = recognise(checkpoint, tensors)
         if identity is not None:
             return identity
-    first = ", ".join(name if len(name) <= 60 and name.isprintable() else short(name) for name in list(tensors)[:3])
+    first = ", ".join(printable(name) for name in list(tensors)[:3])
     return Identity("other", f"an unknown model ({len(tensors)} tensors: {first}, ...)")
 
 

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checked import printable, sample_sigmas, short
 from ..config import DiTConfig, EncoderConfig, ScheduleConfig, VAEConfig
+from ..config_keys import differences
 from ..dit import DiT
 from ..errors import UserError
+from ..options import COMPONENTS
 from ..tokenizer import find_tokenizer
 from ..vae import VAE
-from .detect import Identity, expect
-from .files import Checkpoint, open_checkpoint, read_json
+from .detect import SLOTS, Identity, expect
+from .files import Checkpoint, blaming, is_file, is_folder, open_checkpoint, probe, read_json
 from .keymap import Source
 
 
@@ -55,7 +58,6 @@ class ModelFiles:
                 "belong together"
             )
 
-
     @property
     def parts(self) -> tuple[Component, Component, Component]:
         return self.dit, self.vae, self.encoder
@@ -71,38 +73,47 @@ class ModelFiles:
             check(part)
         if encodes and not has_encoder(self.vae):
             raise UserError(
-                f"{self.vae.checkpoint.path}: this VAE has no encoder, which references and --init-image need; take the "
-                "whole VAE"
+                f"{self.vae.checkpoint.path}: this VAE has no encoder, which references and --init-image need; take "
+                "the whole VAE"
             )
 
 
 def find_folder(folder: Path | str, tokenizer: Path | str | None = None) -> ModelFiles:
     """The parts of a whole-model diffusers folder."""
     folder = Path(folder)
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise UserError(f"{folder}: no such folder; expected a diffusers folder with model_index.json")
     index = read_json(folder / "model_index.json")
     pipeline = index.get("_class_name", "")
     if not str(pipeline).startswith("QwenImage21"):
-        raise UserError(
-            f"{folder}: this folder holds a {pipeline or 'model without a class name'}, expected QwenImage21Pipeline"
-        )
+        named = f"a {class_name(pipeline)}" if pipeline else "a model without a class name"
+        raise UserError(f"{folder}: this folder holds {named}, expected QwenImage21Pipeline")
     schedule, turbo = folder_schedule(folder)
     return ModelFiles(
         find_dit(folder / "transformer"),
         find_encoder(folder / "text_encoder"),
         find_vae(folder / "vae"),
-        find_tokenizer(tokenizer or folder),
+        _find_tokenizer(tokenizer or folder),
         schedule,
         turbo,
     )
 
 
+def class_name(value: Any) -> str:
+    """A `_class_name` as messages show it."""
+    return printable(value) if isinstance(value, str) else short(value)
+
+
 def folder_schedule(folder: Path) -> tuple[ScheduleConfig, bool]:
     """Schedule of a whole-model folder, and whether it is Turbo's: `sample_sigmas` mark it."""
-    sigmas = _sample_sigmas(folder, read_json(folder / "model_index.json"))
-    scheduler = folder / "scheduler" / "scheduler_config.json"
-    return ScheduleConfig.from_diffusers(read_json(scheduler) if scheduler.exists() else {}, sigmas), sigmas is not None
+    index, scheduler = folder / "model_index.json", folder / "scheduler" / "scheduler_config.json"
+    sigmas = read_json(index).get("sample_sigmas")
+    if sigmas is not None:
+        with blaming(index):
+            sigmas = sample_sigmas(sigmas)
+    numbers = read_json(scheduler) if probe(scheduler) else {}
+    with blaming(scheduler):
+        return ScheduleConfig.from_diffusers(numbers, sigmas), sigmas is not None
 
 
 def find_files(dit: Path | str, encoder: Path | str, vae: Path | str, tokenizer: Path | str | None) -> ModelFiles:
@@ -113,37 +124,69 @@ def find_files(dit: Path | str, encoder: Path | str, vae: Path | str, tokenizer:
             "single files carry no tokenizer; give --tokenizer DIR, such as the diffusers folder's processor/ or "
             "ComfyUI's comfy/text_encoders/qwen25_tokenizer"
         )
-    return ModelFiles(*parts, find_tokenizer(tokenizer), ScheduleConfig(), turbo=parts[0].identity.turbo_hint)
+    return ModelFiles(*parts, _find_tokenizer(tokenizer), ScheduleConfig(), turbo=parts[0].identity.turbo_hint)
 
 
-def _sample_sigmas(folder: Path, index: Mapping[str, Any]) -> list[float] | None:
-    """Turbo's own grid, which marks a Turbo folder."""
-    sigmas = index.get("sample_sigmas")
-    if sigmas is None:
-        return None
-    if not isinstance(sigmas, list) or not sigmas or not all(isinstance(s, (int, float)) for s in sigmas):
-        raise UserError(f"{folder / 'model_index.json'}: sample_sigmas must be a list of numbers, got {sigmas!r}")
-    return sigmas
+def _find_tokenizer(folder: Path | str) -> Path:
+    probe(Path(folder))
+    return find_tokenizer(folder)
 
 
 def find_dit(path: Path | str) -> Component:
-    return _find(Path(path), "dit", DiTConfig.from_diffusers)
+    return _find(Path(path), "dit")
 
 
 def find_encoder(path: Path | str) -> Component:
-    return _find(Path(path), "encoder", EncoderConfig.from_transformers)
+    return _find(Path(path), "encoder")
 
 
 def find_vae(path: Path | str) -> Component:
-    return _find(Path(path), "vae", VAEConfig.from_diffusers)
+    return _find(Path(path), "vae")
 
 
-def _find(path: Path, slot: str, from_json: Any) -> Component:
+def _find(path: Path, slot: str) -> Component:
+    if is_file(path / "model_index.json"):
+        name = next(folder for folder, its_slot in COMPONENTS.items() if its_slot == slot)
+        raise UserError(
+            f"{path}: this is a whole model (it has a model_index.json), expected {SLOTS[slot]}; give it with --model, "
+            f"or name its folder {name}/"
+        )
     checkpoint = open_checkpoint(path)
     identity = expect(checkpoint, slot)
-    config_file = path / "config.json" if path.is_dir() else None
-    config = from_json(read_json(config_file)) if config_file and config_file.exists() else identity.config
-    return Component(checkpoint, identity, config)
+    return component_of(checkpoint, identity)
+
+
+def component_of(checkpoint: Checkpoint, identity: Identity) -> Component:
+    """An undamaged component with the sizes of its folder's config.json, else those its shapes tell.
+
+    `UserError` if the two do not agree wherever shapes tell a size.
+    """
+    part, file = Component(checkpoint, identity, identity.config), checkpoint.path / "config.json"
+    if checkpoint.files != (checkpoint.path,) and probe(file):
+        with blaming(file):
+            part = Component(checkpoint, identity, _read_config(file, part))
+    with blaming(checkpoint.path):
+        if isinstance(part.config, EncoderConfig):
+            part.config.require_buildable()
+    return part
+
+
+def _read_config(file: Path, by_shapes: Component) -> Any:
+    readers = {
+        "dit": DiTConfig.from_diffusers,
+        "encoder": EncoderConfig.from_transformers,
+        "vae": VAEConfig.from_diffusers,
+    }
+    config = readers[by_shapes.identity.kind](read_json(file))
+    untold = set() if has_encoder(by_shapes) else {"base_width", "in_channels"}
+    if not any(name.endswith("time_conv.weight") for name in by_shapes.identity.sources):
+        untold.add("slots")
+    for key, got, told in differences(config, by_shapes.config, untold):
+        raise UserError(
+            f"{key} is {short(got)}, but by its tensors the model has {short(told)}; config and weights are incomplete "
+            "or of different models, download the folder again"
+        )
+    return config
 
 
 def module_of(slot: str, config: Any, operations: ModuleType = nn, dtype: torch.dtype | None = None, **kw) -> nn.Module:
@@ -174,8 +217,14 @@ def has_encoder(part: Component) -> bool:
 
 def check(part: Component) -> None:
     """Refuse a component whose tensors do not fill its network. Reads no weight."""
+    unused_tensors(part)
+
+
+def unused_tensors(part: Component) -> list[str]:
+    """Names of tensors that the network has no place for; `UserError` where it lacks any."""
     halves = {"encoder": has_encoder(part)} if part.identity.kind == "vae" else {}
-    check_sources(module_of(part.identity.kind, part.config, **halves), part.checkpoint.path, part.identity.sources)
+    module = module_of(part.identity.kind, part.config, **halves)
+    return check_sources(module, part.checkpoint.path, part.identity.sources)
 
 
 def fill(module: nn.Module, part: Component, dtype: torch.dtype, device: torch.device | str) -> nn.Module:

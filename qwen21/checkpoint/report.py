@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ..checked import printable
 from ..errors import UserError
 from ..options import COMPONENTS
 from .detect import SLOTS, Identity, identify
-from .files import Checkpoint, open_checkpoint, read_json
-from .load import check_sources, module_of
+from .files import Checkpoint, is_file, is_folder, open_checkpoint, read_json
+from .load import Component, class_name, component_of, folder_schedule, has_encoder, unused_tensors
 
 GIB = 2**30
 
 
 def describe(path: Path) -> str:
     """Lines about a checkpoint file, a component's folder or a whole-model folder. `UserError` if it is none."""
-    if (path / "model_index.json").is_file():
+    if is_file(path / "model_index.json"):
         return _describe_model(path)
     return "\n".join(_lines(open_checkpoint(path)))
 
@@ -23,7 +24,12 @@ def describe(path: Path) -> str:
 def _describe_model(folder: Path) -> str:
     index = read_json(folder / "model_index.json")
     kind = "Turbo" if index.get("sample_sigmas") else "base"
-    lines = [f"{folder}: a whole-model folder, {index.get('_class_name', 'without a class name')}, {kind} schedule"]
+    named = class_name(index["_class_name"]) if "_class_name" in index else "without a class name"
+    lines = [f"{folder}: a whole-model folder, {named}, {kind} schedule"]
+    try:
+        folder_schedule(folder)
+    except UserError as error:
+        lines.append(f"  schedule     {error}")
     for name, slot in COMPONENTS.items():
         try:
             checkpoint = open_checkpoint(folder / name)
@@ -31,7 +37,7 @@ def _describe_model(folder: Path) -> str:
         except UserError as error:
             lines += ["", f"{name}: {error}"]
     for name in ("processor", "scheduler"):
-        if not (folder / name).is_dir():
+        if not is_folder(folder / name):
             lines += ["", f"{name}: missing"]
     return "\n".join(lines)
 
@@ -43,14 +49,10 @@ def _lines(checkpoint: Checkpoint, slot: str | None = None) -> list[str]:
         f"  size         {len(checkpoint.tensors)} tensors, {checkpoint.nbytes / GIB:.2f} GiB, {_files(checkpoint)}",
         f"  fingerprint  {checkpoint.fingerprint}",
     ]
-    if identity.kind not in SLOTS:
-        return lines
-    lines += [
-        f"  layout       {identity.layout}",
-        f"  weights      {identity.quantization}",
-        f"  config       {identity.config}",
-        f"  complete     {_completeness(checkpoint, identity)}",
-    ]
+    if identity.damage:
+        lines.append(f"  damaged      {identity.damage}")
+    elif identity.kind in SLOTS:
+        lines += _network(checkpoint, identity)
     if identity.turbo_hint:
         lines.append("  hint         the name says Turbo: 8 fixed steps")
     if slot and slot != identity.kind:
@@ -62,11 +64,22 @@ def _files(checkpoint: Checkpoint) -> str:
     return "1 file" if len(checkpoint.files) == 1 else f"{len(checkpoint.files)} shards"
 
 
-def _completeness(checkpoint: Checkpoint, identity: Identity) -> str:
+def _network(checkpoint: Checkpoint, identity: Identity) -> list[str]:
+    lines = [f"  layout       {identity.layout}", f"  weights      {identity.quantization}"]
     try:
-        unexpected = check_sources(module_of(identity.kind, identity.config), checkpoint.path, identity.sources)
+        part = component_of(checkpoint, identity)
     except UserError as error:
-        return str(error).removeprefix(f"{checkpoint.path}: ")
-    return (
-        f"yes, and {len(unexpected)} tensors that are not used ({', '.join(unexpected[:3])})" if unexpected else "yes"
-    )
+        return [*lines, f"  config       {error}"]
+    lines.append(f"  config       {part.config}")
+    if identity.kind == "vae" and not has_encoder(part):
+        lines.append("  encoder      none: it decodes only, and references need the whole VAE")
+    return [*lines, f"  complete     {_completeness(part)}"]
+
+
+def _completeness(part: Component) -> str:
+    try:
+        unused = unused_tensors(part)
+    except UserError as error:
+        return str(error).removeprefix(f"{part.checkpoint.path}: ")
+    names = ", ".join(printable(name) for name in unused[:3])
+    return f"yes, and {len(unused)} tensors that are not used ({names})" if unused else "yes"

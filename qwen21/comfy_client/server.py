@@ -83,8 +83,9 @@ class Server:
 
     def post(self, nodes: dict[str, Any], client_id: str, prompt_id: str) -> dict[str, Any]:
         """Queue a workflow. Returns the answer: `prompt_id`, or an `error`; with either, `node_errors` by node id."""
-        body = json.dumps({"prompt": nodes, "client_id": client_id, "prompt_id": prompt_id}).encode()
-        status, answer = self.request("POST", "/prompt", body)
+        # extra_pnginfo: without it a sampler has nowhere to leave the report that travels in the saved pictures
+        body = {"prompt": nodes, "client_id": client_id, "prompt_id": prompt_id, "extra_data": {"extra_pnginfo": {}}}
+        status, answer = self.request("POST", "/prompt", json.dumps(body).encode())
         return self._parse("POST", "/prompt", 200 if status == 400 else status, answer)
 
     def is_queued(self, prompt_id: str) -> bool:

@@ -48,9 +48,11 @@ for (let i = 0; i < 300 && outcome === 'nothing ran'; i++) {
 }
 await page.waitForTimeout(1500)
 if (shot) await page.screenshot({ path: shot })
+const report = await page.evaluate(() => (window.app.rootGraph ?? window.app.graph)._nodes
+  .flatMap(n => n.type === 'Qwen21Sampler' ? n.widgets : []).find(w => w.name === 'what_ran')?.value ?? '')
 
 const help = {}
 for (const type of new Set(nodes.map(n => n.type).filter(t => t.startsWith('Qwen21'))))
   help[type] = (await fetch(`${server}/extensions/${pack}/docs/${type}.md`)).status
 await browser.close()
-console.log(JSON.stringify({ nodes, outcome, help, errors: errors.filter(e => e.includes(pack)) }))
+console.log(JSON.stringify({ nodes, outcome, help, report, errors: errors.filter(e => e.includes(pack)) }))

@@ -15,6 +15,7 @@ from qwen21.checkpoint.report import describe
 from qwen21.config import DiTConfig, EncoderConfig, TextConfig, VAEConfig
 from qwen21.errors import UserError
 from tests import tiny
+from tests.broken import refused
 
 
 @pytest.fixture(scope="module")
@@ -146,12 +147,6 @@ def test_turbo_is_known_by_its_folder_and_hinted_by_a_name(model, singles, tmp_p
 
 
 # --- refusals ------------------------------------------------------------------------------------------------------
-
-
-def refused(path, words, opener=open_checkpoint):
-    with pytest.raises(UserError, match=words) as caught:
-        opener(path)
-    assert "\n" not in str(caught.value)
 
 
 def test_files_that_are_no_safetensors(tmp_path):
@@ -320,8 +315,13 @@ def test_folders_of_other_pipelines_and_broken_json(model, tmp_path):
     refused(tmp_path, "holds a FluxPipeline, expected QwenImage21Pipeline", find_folder)
 
 
-def test_fingerprint_follows_header_and_size(singles, copy):
+def test_fingerprint_follows_header_and_content(singles, copy):
     first = open_checkpoint(singles["dit"]).fingerprint
+    assert open_checkpoint(copy["dit"]).fingerprint == first
+    tensors = load_file(copy["dit"])
+    save_file({name: value + 1 for name, value in tensors.items()}, copy["dit"])  # another training, same header
+    assert open_checkpoint(copy["dit"]).fingerprint != first
+    save_file(tensors, copy["dit"])
     assert open_checkpoint(copy["dit"]).fingerprint == first
     tiny.rewrite(copy["dit"], {"extra": torch.zeros(1)})
     assert open_checkpoint(copy["dit"]).fingerprint != first

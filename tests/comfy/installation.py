@@ -1,0 +1,92 @@
+"""The copies of ComfyUI on this machine, and what starts them.
+
+COMFYUI_PATHS names several (separated as PATH is), COMFYUI_PATH one; without them ~/ComfyUI and ~/ComfyUI-0.3.64.
+COMFYUI_PYTHON is the interpreter that has ComfyUI's requirements, by default the one that runs the tests.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FRONTEND = "comfyui-frontend-package"
+NEEDED = ("aiohttp", "alembic", "torchsde", "yaml")  # of ComfyUI's requirements, those that nobody else brings
+PROBE = """
+import importlib.metadata as m, importlib.util as u, sys
+missing = [name for name in sys.argv[2:] if u.find_spec(name) is None]
+try:
+    version = m.version(sys.argv[1])
+except m.PackageNotFoundError:
+    version = ""
+print(",".join(missing) + "|" + version)
+"""
+
+
+class Installation:
+    """One checkout of ComfyUI. `prepare` first."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.python_path = os.environ.get("COMFYUI_PYTHON") or sys.executable
+        self._side: Path | None = None  # packages that this version needs in another version than is installed
+
+    def __str__(self) -> str:
+        file = self.path / "comfyui_version.py"
+        found = re.search(r'__version__ = "([\w.]+)"', file.read_text()) if file.is_file() else None
+        return found[1] if found else self.path.name
+
+    def prepare(self, folder: Path) -> str:
+        """Make it runnable, with `folder` for packages; returns why it cannot be, or nothing."""
+        if not (self.path / "main.py").is_file():
+            return f"ComfyUI not found at {self.path}; set COMFYUI_PATH"
+        command = [self.python_path, "-c", PROBE, FRONTEND, *NEEDED]
+        try:
+            probe = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        except OSError as error:
+            return f"{self.python_path} does not run ({error.strerror}); set COMFYUI_PYTHON"
+        if probe.returncode:
+            return f"{self.python_path} does not run; set COMFYUI_PYTHON: {probe.stderr[-200:]}"
+        missing, frontend = probe.stdout.strip().split("|")
+        if missing:
+            return f"{self.python_path} lacks {missing} of ComfyUI's requirements; set COMFYUI_PYTHON"
+        wanted = re.search(rf"^{FRONTEND}==([\w.]+)", (self.path / "requirements.txt").read_text(), re.MULTILINE)
+        return self._install_beside(f"{FRONTEND}=={wanted[1]}", folder) if wanted and wanted[1] != frontend else ""
+
+    def environment(self) -> dict[str, str]:
+        """Of its processes: two threads, and none of our own folders on the path."""
+        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        side = {"PYTHONPATH": str(self._side)} if self._side else {}
+        return {**kept, **side, "OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+
+    def python(self, *arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+        """Run its interpreter in its folder, where `-c` and `-m` can import ComfyUI's modules."""
+        command = [self.python_path, *map(str, arguments)]
+        options = {"capture_output": True, "text": True, "timeout": timeout}
+        run = subprocess.run(command, cwd=self.path, env=self.environment(), **options)
+        assert run.returncode == 0, run.stderr[-4000:]
+        return run
+
+    def _install_beside(self, requirement: str, folder: Path) -> str:
+        side = folder / requirement.replace("==", "-")
+        if not (side / FRONTEND.replace("-", "_")).is_dir():
+            command = [self.python_path, "-m", "pip", "install", "--quiet", "--no-deps", "--no-input"]
+            pip = subprocess.run([*command, "--target", str(side), requirement], capture_output=True, text=True)
+            if pip.returncode:
+                return f"ComfyUI {self} needs {requirement}, which pip cannot install: {pip.stderr.strip()[-200:]}"
+        self._side = side
+        return ""
+
+
+def installations() -> list[Installation]:
+    several, one = os.environ.get("COMFYUI_PATHS"), os.environ.get("COMFYUI_PATH")
+    if several:
+        paths = [Path(path).expanduser() for path in several.split(os.pathsep) if path]
+    elif one:
+        paths = [Path(one).expanduser()]
+    else:
+        paths = [Path.home() / "ComfyUI", Path.home() / "ComfyUI-0.3.64"]
+    return [Installation(path) for path in paths]

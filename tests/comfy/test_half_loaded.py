@@ -1,0 +1,25 @@
+"""Networks of which only a part fits the card: whatever stays behind must be cast at use."""
+
+import pytest
+
+# The only holders of parameters that are no layers of ComfyUI's; their weights are moved where they are used.
+CAST_AT_USE = {"dit": ["ZeroCentredRMSNorm"], "encoder": [], "vae": ["RMSNorm"]}
+
+
+@pytest.mark.parametrize("room", ["half", "none"])
+@pytest.mark.parametrize("network", ["dit", "encoder", "vae"])
+def test_no_layer_is_left_behind(inside, network, room):
+    """On a meta device, which refuses to compute with weights of another device."""
+    found = inside[network][room]
+    assert "error" not in found, found["error"]
+    assert found["devices"] == ["meta"] and found["shapes"] == inside[network]["expected"]
+    if room == "none":
+        assert found["there"] == 0
+    else:
+        assert 5 < found["there"] < inside[network]["parameters"] - 5
+
+
+@pytest.mark.parametrize("network", ["dit", "encoder", "vae"])
+def test_every_holder_of_parameters_is_a_layer_of_comfyuis(inside, network):
+    assert inside[network]["plain"] == CAST_AT_USE[network]
+    assert inside[network]["buffers"] == []
