@@ -166,15 +166,6 @@ def test_the_png_carries_the_report(comfy):
     assert json.loads(text["qwen21"])["seed"] == number
 
 
-def test_the_png_carries_the_report_when_sampling_is_not_run_again(comfy):
-    """Only the decoding changes; ComfyUI keeps the sampler's output."""
-    number = seed()
-    comfy.run(text_to_image(**saved(), sample=sampler(seed=number)), extra_pnginfo={})
-    again = comfy.run(text_to_image(**saved(), sample=sampler(seed=number)), extra_pnginfo={})
-    assert "sample" not in again.executed
-    assert json.loads(png(comfy, again).text["qwen21"])["seed"] == number
-
-
 def test_the_png_carries_the_report_of_a_headless_run(comfy):
     """Without a browser the caller sends a place for the metadata, as `python -m qwen21 run` does."""
     run = comfy.run(text_to_image(**saved(), sample=sampler(seed=seed())), extra_pnginfo={})
