@@ -111,7 +111,10 @@ class GatedMLP(nn.Module):
         self.out = operations.Linear(config.mlp_width, config.width, bias=False, **kw)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out(F.silu(self.gate_layer(x)) * self.proj(x))
+        gate, value = self.gate_layer(x), self.proj(x)
+        if torch.is_grad_enabled():
+            return self.out(F.silu(gate) * value)
+        return self.out(F.silu(gate, inplace=True).mul_(value))  # the largest activations: no second copy of them
 
 
 class Block(nn.Module):
@@ -175,15 +178,15 @@ class DiT(nn.Module):
         """K and V of a prefix at t = 0, kept on the device `storage` (default: where the text states are).
 
         text [T, text_width] are the encoder's states, references [C, h, w] normalised latents, slots the number of
-        text tokens before each. Segments run one after another, every layer of one before the next: segment i never
+        text tokens before each. Units of the layout run one after another, every layer of one before the next: none
         depends on what follows it. Raises `UserError` where widths, channels or slots do not agree.
         """
         self._check_inputs(text, references)
         layout = prefix_layout(text.shape[0], slots, [tuple(r.shape[-2:]) for r in references])
         prefix = self._empty_prefix(layout, text.dtype, storage or text.device)
         _, modulation = self._modulate(torch.zeros((), device=text.device), text.dtype)
-        for segment in layout.segments:
-            self._prefill_segment(prefix, segment, text, references, modulation, attend or self.attend, check_cancel)
+        for unit in layout.units:
+            self._prefill_unit(prefix, unit, text, references, modulation, attend or self.attend, check_cancel)
         return prefix
 
     def denoise(
@@ -204,29 +207,43 @@ class DiT(nn.Module):
         velocity = self.proj_out(F.layer_norm(x, x.shape[-1:], scale, eps=self.config.eps))
         return velocity.transpose(1, 2).unflatten(2, grid)
 
-    def _prefill_segment(
+    def _prefill_unit(
         self,
         prefix: Prefix,
-        segment: Segment,
+        unit: Sequence[Segment],
         text: Tensor,
         references: Sequence[Tensor],
         modulation: Modulation,
         attend: AttentionFunction,
         check_cancel: Callable[[], None],
     ) -> None:
-        causal = isinstance(segment, TextSegment)
-        if causal:
-            x = self.txt_in(text[None, segment.first : segment.first + segment.length])
-        else:
-            x = self.img_in(references[segment.index].to(text).flatten(1).T[None])
-        turn = self._rotation(segment, text.device)
-        last = len(self.transformer_blocks) - 1
+        """Every layer of one unit: linears over all its tokens at once, attention segment by segment."""
+        x = torch.cat([self._embed(segment, text, references) for segment in unit], dim=1)  # [1, S, width]
+        turn = torch.cat([self._rotation(segment, text.device) for segment in unit])
+        start, last = unit[0].offset, len(self.transformer_blocks) - 1
         for layer, block in enumerate(self.transformer_blocks):
             check_cancel()
             q, k, v = block.project(x, modulation, turn)
-            k, v = prefix.extend(layer, segment.offset, k, v)
-            if layer < last:  # nothing reads the last block's output: a prefix is its keys and values alone
-                x = block.finish(x, segment_attention(q, k, v, causal=causal, attend=attend), modulation)
+            k, v = prefix.extend(layer, start, k, v)
+            if layer == last:  # nothing reads the last block's output: a prefix is its keys and values alone
+                return
+            attended = [
+                segment_attention(
+                    q[:, :, segment.offset - start : segment.stop - start],
+                    k[:, :, : segment.stop],
+                    v[:, :, : segment.stop],
+                    causal=isinstance(segment, TextSegment),
+                    attend=attend,
+                )
+                for segment in unit
+            ]
+            x = block.finish(x, torch.cat(attended, dim=2), modulation)
+
+    def _embed(self, segment: Segment, text: Tensor, references: Sequence[Tensor]) -> Tensor:
+        """A prefix segment's tokens [1, n, width]."""
+        if isinstance(segment, TextSegment):
+            return self.txt_in(text[None, segment.first : segment.first + segment.length])
+        return self.img_in(references[segment.index].to(text).flatten(1).T[None])
 
     def _rotation(self, segment: Segment, device: torch.device) -> Tensor:
         return rotation(segment, self.config.rope_axes, self.config.rope_base, device)

@@ -84,6 +84,22 @@ class PrefixLayout:
         return self.segments[-1].stop if self.segments else 0
 
     @property
+    def units(self) -> tuple[tuple[Segment, ...], ...]:
+        """The segments in the runs that are computed together: a text with the image that follows it.
+
+        The few tokens between two references would each cost a pass over all weights; together they cost none. A unit
+        depends on nothing behind it, so a head of units rounds the same whatever follows.
+        """
+        units: list[tuple[Segment, ...]] = []
+        waiting: tuple[Segment, ...] = ()
+        for segment in self.segments:
+            waiting = (*waiting, segment)
+            if isinstance(segment, ImageSegment):
+                units.append(waiting)
+                waiting = ()
+        return (*units, waiting) if waiting else tuple(units)
+
+    @property
     def references(self) -> int:
         return sum(isinstance(segment, ImageSegment) for segment in self.segments)
 

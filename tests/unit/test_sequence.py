@@ -86,3 +86,11 @@ def test_latents_beyond_the_slots_go_to_the_end_with_a_warning():
     assert "2 of 3" in warning
     with pytest.raises(UserError, match="encoded with 2 references but only 1"):
         settle_slots([1, 2], 1, 9)
+
+
+def test_units_end_with_images():
+    layout = prefix_layout(9, [2, 2, 5], [(2, 2), (1, 1), (1, 2)])
+    kinds = [["text" if isinstance(s, TextSegment) else s.index for s in unit] for unit in layout.units]
+    assert kinds == [["text", 0], [1], ["text", 2], ["text"]]
+    assert [s for unit in layout.units for s in unit] == list(layout.segments)
+    assert prefix_layout(0, [], []).units == ()
