@@ -2,6 +2,7 @@
 
 from comfy_api.latest import io
 
+from ..qwen21.config import MAX_BATCH, SIZE_MULTIPLE
 from ..qwen21.errors import UserError
 
 CATEGORY = "Qwen-Image 2.1"
@@ -13,6 +14,16 @@ SLOTS, LATENTS = "image_slots", "reference_latents"  # the keys that core's own 
 PADS = "qwen21_image_pads"  # (start, length, digest) of each reference's vision tokens, where they stay in the states
 SEEN_BY_BOTH, SEEN_BY_ENCODER = "by encoder and transformer", "by the encoder alone (no VAE wired)"
 REPORT = "qwen21_report"  # what the encoder did, for the sampler's report
+
+
+def size_inputs(tooltip):
+    """Width and height of a picture in pixels."""
+    limits = {"default": 1024, "min": SIZE_MULTIPLE, "max": MAX_SIDE, "step": SIZE_MULTIPLE}
+    return [io.Int.Input(name, tooltip=tooltip, **limits) for name in ("width", "height")]
+
+
+def batch_input():
+    return io.Int.Input("batch", default=1, min=1, max=MAX_BATCH, tooltip="Pictures per run; they share one prefix.")
 
 
 def check_choices(**chosen):

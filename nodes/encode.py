@@ -3,12 +3,10 @@
 import torch
 from comfy_api.latest import io
 
-from ..qwen21.config import SIZE_MULTIPLE
 from ..qwen21.options import CANVASES
 from .common import (
     CATEGORY,
     LATENTS,
-    MAX_SIDE,
     PADS,
     REPORT,
     SEEN_BY_BOTH,
@@ -16,7 +14,9 @@ from .common import (
     SLOTS,
     Encoder,
     References,
+    batch_input,
     check_choices,
+    size_inputs,
 )
 from .latent import empty_latent
 from .references import encode_reference
@@ -62,23 +62,8 @@ class Qwen21EncodePrompt(io.ComfyNode):
                         "references it is always width and height."
                     ),
                 ),
-                io.Int.Input(
-                    "width",
-                    default=1024,
-                    min=SIZE_MULTIPLE,
-                    max=MAX_SIDE,
-                    step=SIZE_MULTIPLE,
-                    tooltip="Pixels, for canvas size, or without references.",
-                ),
-                io.Int.Input(
-                    "height",
-                    default=1024,
-                    min=SIZE_MULTIPLE,
-                    max=MAX_SIDE,
-                    step=SIZE_MULTIPLE,
-                    tooltip="Pixels, for canvas size, or without references.",
-                ),
-                io.Int.Input("batch", default=1, min=1, max=64, tooltip="Pictures per run; they share one prefix."),
+                *size_inputs("Pixels, for canvas size, or without references."),
+                batch_input(),
             ],
             outputs=[
                 io.Conditioning.Output(

@@ -5,7 +5,7 @@ from comfy_api.latest import io
 
 from ..qwen21.config import LATENT_PIXELS, SIZE_MULTIPLE
 from ..qwen21.options import SCHEDULES
-from .common import CATEGORY, MAX_SIDE, check_choices
+from .common import CATEGORY, batch_input, check_choices, size_inputs
 
 
 class Qwen21EmptyLatent(io.ComfyNode):
@@ -17,23 +17,8 @@ class Qwen21EmptyLatent(io.ComfyNode):
             category=CATEGORY,
             description="An empty canvas: 64 channels, one cell for 16x16 pixels.",
             inputs=[
-                io.Int.Input(
-                    "width",
-                    default=1024,
-                    min=SIZE_MULTIPLE,
-                    max=MAX_SIDE,
-                    step=SIZE_MULTIPLE,
-                    tooltip="Pixels, a multiple of 32.",
-                ),
-                io.Int.Input(
-                    "height",
-                    default=1024,
-                    min=SIZE_MULTIPLE,
-                    max=MAX_SIDE,
-                    step=SIZE_MULTIPLE,
-                    tooltip="Pixels, a multiple of 32.",
-                ),
-                io.Int.Input("batch", default=1, min=1, max=64, tooltip="Pictures per run; they share one prefix."),
+                *size_inputs("Pixels, a multiple of 32."),
+                batch_input(),
             ],
             outputs=[io.Latent.Output("latent", display_name="latent", tooltip="For any sampler.")],
         )
@@ -73,22 +58,7 @@ class Qwen21Schedule(io.ComfyNode):
                     step=0.01,
                     tooltip="Below 1 only the end of the schedule, as KSampler's denoise.",
                 ),
-                io.Int.Input(
-                    "width",
-                    default=1024,
-                    min=SIZE_MULTIPLE,
-                    max=MAX_SIDE,
-                    step=SIZE_MULTIPLE,
-                    tooltip="Of the picture, in pixels. A wired latent overrides it.",
-                ),
-                io.Int.Input(
-                    "height",
-                    default=1024,
-                    min=SIZE_MULTIPLE,
-                    max=MAX_SIDE,
-                    step=SIZE_MULTIPLE,
-                    tooltip="Of the picture, in pixels. A wired latent overrides it.",
-                ),
+                *size_inputs("Of the picture, in pixels. A wired latent overrides it."),
                 io.Model.Input("model", optional=True, tooltip="Tells auto whether it is Turbo."),
                 io.Latent.Input("latent", optional=True, tooltip="Its size is used instead of width and height."),
             ],

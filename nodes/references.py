@@ -117,8 +117,7 @@ def splice(states, extra, references, vae):
     if pads is None:
         raise UserError(
             "this conditioning has no open slots: encode the prompt by Qwen21EncodePrompt with the references and "
-            "without "
-            "a VAE, then splice"
+            "without a VAE, then splice"
         )
     if len(pads) != len(references):
         raise UserError(

@@ -2,6 +2,7 @@
 
 import json
 
+import comfy.model_management
 import comfy.sample
 import comfy.samplers
 import latent_preview
@@ -172,7 +173,7 @@ class Qwen21Sampler(io.ComfyNode):
             denoise_mask=latent.get("noise_mask"),
             callback=latent_preview.prepare_callback(model, chosen.steps),
             seed=seed,
-        )
+        ).to(comfy.model_management.intermediate_device())
         if not bool(torch.isfinite(result).all()):
             raise UserError("the latent is not finite: the checkpoint holds NaN or overflows; load it as bf16 or fp32")
         report = build_report(

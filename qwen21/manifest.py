@@ -14,8 +14,8 @@ from .sequence import ImageSegment
 if TYPE_CHECKING:
     from .checkpoint.load import Component
     from .encoder import TextStates
-    from .pipeline import Pipeline, Plan
-    from .prefix import Prefix
+    from .pipeline import Pipeline, PrefixFacts
+    from .request import Plan
 
 LIBRARIES = ("torch", "transformers", "safetensors", "pillow", "numpy")
 
@@ -31,7 +31,9 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
-def build_manifest(pipeline: Pipeline, plan: Plan, texts: list[TextStates], prefixes: list[Prefix]) -> dict[str, Any]:
+def build_manifest(
+    pipeline: Pipeline, plan: Plan, texts: list[TextStates], prefixes: list[PrefixFacts]
+) -> dict[str, Any]:
     """The manifest of a finished run."""
     request = plan.request
     return {
@@ -60,8 +62,8 @@ def build_manifest(pipeline: Pipeline, plan: Plan, texts: list[TextStates], pref
         "prefix": {
             "cache": request.prefix_cache,
             "codec": "native",
-            "tokens": [prefix.length for prefix in dict.fromkeys(prefixes)],
-            "bytes": sum(prefix.nbytes for prefix in dict.fromkeys(prefixes)),
+            "tokens": [prefix.layout.length for prefix in prefixes],
+            "bytes": sum(prefix.nbytes for prefix in prefixes),
         },
         "loras": [],
         "versions": library_versions(),
@@ -82,7 +84,7 @@ def _noise(plan: Plan) -> dict[str, Any]:
     return {"mode": plan.request.edit_noise, "seed": plan.noise_seed}
 
 
-def _references(plan: Plan, text: TextStates, prefix: Prefix) -> list[dict[str, Any]]:
+def _references(plan: Plan, text: TextStates, prefix: PrefixFacts) -> list[dict[str, Any]]:
     segments = [s for s in prefix.layout.segments if isinstance(s, ImageSegment)]
     return [
         {

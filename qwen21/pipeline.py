@@ -24,9 +24,18 @@ from .prefix import Prefix, prefix_bytes
 from .prompt import layout_tokens
 from .request import Plan, Request, make_plan
 from .sampler import Start, draw_noise, sample
+from .sequence import PrefixLayout
 
 if TYPE_CHECKING:
     from .encoder import TextStates
+
+
+@dataclass(frozen=True)
+class PrefixFacts:
+    """What a report says of a prefix, without keeping its tensors alive."""
+
+    layout: PrefixLayout
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -70,10 +79,13 @@ class Pipeline:
         watch.on_stage("checking the files")
         self.files.check(encodes=bool(plan.references) or request.init_image is not None)
         texts, negative = self._encode_prompts(plan, watch)
+        self._release("encoder")
         latents = self._encode_references(plan, watch)
         start = self._encode_start(plan, watch)
         latent, prefixes = self._sample(plan, texts, negative, latents, start, watch)
+        self._release("dit")
         pictures = self._decode(latent, watch)
+        self._release("vae")
         return Result(pictures, latent, build_manifest(self, plan, texts, prefixes))
 
     def _encode_prompts(self, plan: Plan, watch: Watch) -> tuple[list[TextStates], TextStates | None]:
@@ -107,7 +119,6 @@ class Pipeline:
 
         states = {prompt: encode(prompt) for prompt in dict.fromkeys(plan.request.prompt_list)}
         negative = encode(plan.request.negative) if plan.guided else None
-        self._release("encoder")
         return [states[prompt] for prompt in plan.request.prompt_list], negative
 
     def _encode_references(self, plan: Plan, watch: Watch) -> list[Tensor]:
@@ -140,14 +151,14 @@ class Pipeline:
         references: list[Tensor],
         start: Start | None,
         watch: Watch,
-    ) -> tuple[Tensor, list[Prefix]]:
-        """The denoised latent [B, 64, h, w] and the positive prefixes it was denoised behind."""
+    ) -> tuple[Tensor, list[PrefixFacts]]:
+        """The denoised latent [B, 64, h, w] and facts of the positive prefixes it was denoised behind."""
         watch.on_stage("reading the transformer")
         dit: DiT = self._network("dit")
         branch = Branch(dit, texts, references, self, plan.request.prefix_cache, watch.check_cancel)
         unguided = None
         watch.on_stage("prefilling")
-        prefixes = branch.prefixes()
+        facts = branch.facts()
         if negative is not None:
             unguided = Branch(
                 dit, [negative] * len(texts), references, self, plan.request.prefix_cache, watch.check_cancel
@@ -164,8 +175,8 @@ class Pipeline:
             check_cancel=watch.check_cancel,
             on_step=watch.on_step,
         )
-        self._release("dit")
-        return latent, prefixes
+        # Facts, not the prefixes: those would stay on the device while the picture is decoded.
+        return latent, facts
 
     def _decode(self, latent: Tensor, watch: Watch) -> list[Image.Image]:
         """Latents [B, 64, h, w] to RGBA pictures, one after another."""
@@ -178,7 +189,6 @@ class Pipeline:
                 vae, vae.denormalise(row), budget=self._free_bytes(), check_cancel=watch.check_cancel
             )
             pictures += images.from_vae_pixels(pixels)
-        self._release("vae")
         return pictures
 
     def _network(self, name: str) -> Any:
@@ -211,8 +221,11 @@ class Pipeline:
         return self.device if fits else torch.device("cpu")
 
     def _free_bytes(self) -> int | None:
-        """Free memory of the device, or None where nothing is known."""
-        return torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else None
+        """Free memory of the device, what PyTorch keeps for reuse included; None where nothing is known."""
+        if self.device.type != "cuda":
+            return None
+        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        return torch.cuda.mem_get_info(self.device)[0] + kept
 
 
 class Branch:
@@ -235,9 +248,10 @@ class Branch:
         self.check_cancel = check_cancel
         self._prefixes: dict[int, Prefix] = {}
 
-    def prefixes(self) -> list[Prefix]:
-        """The prefix of every row; rows of the same prompt share one."""
-        return [self._prefix(text) for text in self.texts]
+    def facts(self) -> list[PrefixFacts]:
+        """Facts of each different prompt's prefix, computing those that are missing."""
+        prefixes = {id(text): self._prefix(text) for text in self.texts}
+        return [PrefixFacts(prefix.layout, prefix.nbytes) for prefix in prefixes.values()]
 
     def velocity(self, x: Tensor, sigma: float) -> Tensor:
         """v [B, C, h, w]. Rows of one prompt run as one batch, different prompts one after another."""

@@ -24,10 +24,9 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
             with open(part, "xb") as file:
                 file.write(contents[path])
         for path, part in parts.items():
-            replaces = path.exists()
-            os.replace(part, path)
-            if not replaces:
+            if not path.exists():
                 new.append(path)
+            os.replace(part, path)
         new.clear()
     except UserError:
         raise

@@ -32,6 +32,7 @@ class Condition:
     key: str
     stable: bool = True  # False where hooks may change weights between steps, so that no prefix outlives its step
     prefixes: dict[int, Prefix] = field(default_factory=dict)
+    free_bytes: Callable[[torch.device], int] | None = None  # asks the MODEL's patcher
 
     @property
     def tokens(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class Qwen21Encoder:
         self._features: OrderedDict[str, Any] = OrderedDict()
 
     def encode(self, prompt: str, references: Sequence[Reference] = (), keep_image_pads: bool = False) -> Any:
-        """`TextStates` of a prompt behind its references, on the intermediate device."""
+        """`TextStates` of a prompt behind its references, on the encoder's device."""
         module, device = self.patcher.model, self.patcher.load_device
         tokens = sum(r.width * r.height // 4 for r in references) + len(prompt)
         needed = tokens * module.config.text.mlp_width * 6 * module.compute_dtype.itemsize
@@ -45,7 +46,10 @@ class Qwen21Encoder:
             features=self._features,
             check_cancel=check_cancel,
         )
-        for reference in references:
+        for reference in references:  # kept in RAM: nothing would ever take them off the device
+            features = self._features[reference.digest]
+            embeds, deepstack = features.embeds.cpu(), tuple(part.cpu() for part in features.deepstack)
+            self._features[reference.digest] = replace(features, embeds=embeds, deepstack=deepstack)
             self._features.move_to_end(reference.digest)
         while len(self._features) > KEPT_FEATURES:
             self._features.popitem(last=False)
@@ -91,6 +95,5 @@ def _tokenizer_folder(path: Path, vocabulary: int) -> Path:
     models = folder_paths.get_folder_paths("text_encoders")[0]
     raise UserError(
         f"no tokenizer of {vocabulary} tokens found beside {path.name} or in ComfyUI; put the model's processor/ "
-        f"folder "
-        f"at {Path(models).name}/{path.stem}/"
+        f"folder at {Path(models).name}/{path.stem}/"
     )

@@ -26,7 +26,7 @@ from ...qwen21.errors import UserError
 from ...qwen21.prefix import Prefix, prefix_bytes
 from ...qwen21.schedule import official_grid
 from .condition import Condition, condition_of, prefix_tokens
-from .host import DTYPES, check_cancel, patcher_class
+from .host import DTYPES, check_cancel, free_bytes, patcher_class
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class ComfyDiT(DiT):
             return torch.device("cpu")
         c = self.config
         needed = prefix_bytes(condition.tokens, c.layers, c.heads, c.head_dim, x.dtype)
-        free = comfy.model_management.get_free_memory(x.device)
+        free = condition.free_bytes(x.device)
         return x.device if where == "gpu" or needed <= free // 2 else torch.device("cpu")
 
 
@@ -206,7 +206,7 @@ class OpaqueCond(comfy.conds.CONDRegular):
         return self
 
     def can_concat(self, other: OpaqueCond) -> bool:
-        return self.cond.key == other.cond.key
+        return self.cond.key == other.cond.key and len(self.cond.texts) == 1  # several texts repeat over each batch
 
     def concat(self, others: list[OpaqueCond]) -> Condition:
         return self.cond
@@ -234,7 +234,9 @@ class Qwen21Model(_LoraBase):
         return self.manual_cast_dtype or self.get_dtype()
 
     def extra_conds(self, **kwargs: Any) -> dict[str, Any]:
-        return {"qwen21": OpaqueCond(condition_of(kwargs, self.process_latent_in))}
+        condition = condition_of(kwargs, self.process_latent_in)
+        condition.free_bytes = lambda device: free_bytes(self.current_patcher, device)
+        return {"qwen21": OpaqueCond(condition)}
 
     def extra_conds_shapes(self, **kwargs: Any) -> dict[str, list[int]]:
         return {"qwen21": [1, 1, prefix_tokens(kwargs)]}
@@ -295,12 +297,26 @@ def _use_official_grid(executor: Any, noise: Tensor, latent_image: Tensor, sampl
     """KSampler never asks a model for sigmas: its `simple` grid becomes the released one of this size."""
     patcher = executor.class_obj.model_patcher
     official = official_sigmas(patcher, sigmas, noise.shape[-1] * noise.shape[-2])
-    if official is None:
+    if official is None and getattr(patcher.model, "turbo", False):
+        log.warning("Qwen-Image 2.1 Turbo: not its own 8 steps; the given sigmas run as they are")
+    elif official is None:
         log.info("Qwen-Image 2.1: sampling the given sigmas as they are")
     else:
         log.info("Qwen-Image 2.1: the simple grid became the %s schedule", "Turbo" if patcher.model.turbo else "base")
         sigmas = official
-    return executor(noise, latent_image, sampler, sigmas, *rest, **kw)
+    try:
+        return executor(noise, latent_image, sampler, sigmas, *rest, **kw)
+    finally:
+        _drop_prefixes(executor.class_obj)
+
+
+def _drop_prefixes(guider: Any) -> None:
+    """An interrupted guider keeps its conditions, and as a node's output it may live long: its K/V must not."""
+    for entries in getattr(guider, "conds", {}).values():
+        for entry in entries:
+            held = entry.get("model_conds", {}).get("qwen21")
+            if held is not None:
+                held.cond.prefixes.clear()
 
 
 def is_ours(patcher: Any) -> bool:

@@ -50,8 +50,8 @@ class Qwen21VAE:
 
     def decode_tiled(self, samples: Tensor, tile_x: int = 64, tile_y: int = 64, **_: Any) -> Tensor:
         """As `decode`, in tiles of the smaller of both sizes (in latent cells). Exact, so no overlap is needed."""
-        self._load(samples, decode=True)
         tile = max(1, min(tile_x, tile_y))
+        self._load(samples, decode=True, tile=tile)
         return self._picture(lambda z: tiling.decode_tiled(self._vae, z, tile, check_cancel), samples)
 
     def encode(self, pixel_samples: Tensor) -> Tensor:
@@ -63,8 +63,8 @@ class Qwen21VAE:
     def encode_tiled(self, pixel_samples: Tensor, tile_x: int = 512, tile_y: int = 512, **_: Any) -> Tensor:
         """As `encode`, in tiles (sizes in pixels)."""
         pixels = self._pixels(pixel_samples)
-        self._load(pixels, decode=False)
         tile = max(1, min(tile_x, tile_y) // LATENT_PIXELS)
+        self._load(pixels, decode=False, tile=tile)
         return self._latent(lambda x: tiling.encode_tiled(self._vae, x, tile, check_cancel), pixels)
 
     def encode_reference(self, reference: Reference) -> Tensor:
@@ -102,11 +102,11 @@ class Qwen21VAE:
     def _vae(self) -> Any:
         return self.first_stage_model
 
-    def _load(self, x: Tensor, decode: bool) -> int:
+    def _load(self, x: Tensor, decode: bool, tile: int | None = None) -> int:
         """Bring the weights to the device; returns the bytes free for activations."""
         height, width = (side * (LATENT_PIXELS if decode else 1) for side in x.shape[-2:])
-        needed = tiling.peak_bytes(self._vae.config, width, height, self.vae_dtype, decode=decode)
-        comfy.model_management.load_models_gpu([self.patcher], memory_required=needed)
+        peak = tiling.peak_bytes(self._vae.config, width, height, self.vae_dtype, decode=decode, tile=tile)
+        comfy.model_management.load_models_gpu([self.patcher], memory_required=int(peak * tiling.WORKSPACE))
         return free_bytes(self.patcher, self.device)
 
     def _picture(self, run: Callable[[Tensor], Tensor], samples: Tensor) -> Tensor:

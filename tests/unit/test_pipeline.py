@@ -1,5 +1,7 @@
 """The whole flow beyond parity: batches, guidance, sharing, sizes, noise, starting pictures, reports, state."""
 
+import gc
+
 import numpy as np
 import pytest
 import torch
@@ -12,6 +14,7 @@ from qwen21.encoder import TextEncoder
 from qwen21.errors import Cancelled, UserError
 from qwen21.images import fit, latent_mask, to_vae_pixels
 from qwen21.pipeline import Pipeline, Request, Watch
+from qwen21.prefix import Prefix
 from qwen21.request import make_plan
 from qwen21.sampler import GuidanceRange
 from tests import tiny
@@ -177,10 +180,23 @@ def test_any_sequence_of_runs_equals_a_fresh_process(pipeline, files):
             assert torch.equal(run(pipeline, **jobs[index]).latents, fresh[index])
 
 
-def test_networks_are_dropped_after_their_stage(files):
+def test_networks_are_dropped_after_their_stage(files, monkeypatch):
+    """When the VAE decodes, no transformer and no prefix may be alive any more."""
+    alive = []
+    original = Pipeline._decode
+
+    def decode(self, *args):
+        gc.collect()
+        alive.append([type(o).__name__ for o in gc.get_objects() if type(o) in (DiT, TextEncoder, Prefix)])
+        return original(self, *args)
+
+    monkeypatch.setattr(Pipeline, "_decode", decode)
+    gc.collect()
+    before = sum(type(o) in (DiT, TextEncoder, Prefix) for o in gc.get_objects())
     once = Pipeline(files)
-    run(once)
+    run(once, references=(picture(1),), negative="x", cfg=2.0)
     assert once._loaded == {}
+    assert len(alive[0]) == before
 
 
 def test_start_picture_and_partial_denoise(pipeline):
