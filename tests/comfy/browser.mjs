@@ -54,5 +54,16 @@ const report = await page.evaluate(() => (window.app.rootGraph ?? window.app.gra
 const help = {}
 for (const type of new Set(nodes.map(n => n.type).filter(t => t.startsWith('Qwen21'))))
   help[type] = (await fetch(`${server}/extensions/${pack}/docs/${type}.md`)).status
+
+// The help panel of a node, as a person opens it: select the node, press the button of its toolbox.
+await page.evaluate(() => {
+  const node = (window.app.rootGraph ?? window.app.graph)._nodes.find(n => n.type === 'Qwen21Sampler')
+  window.app.canvas.selectNode(node)
+})
+await page.getByTestId('info-button').first().dispatchEvent('click') // it may lie outside the window
+const sentence = (await (await fetch(`${server}/extensions/${pack}/docs/Qwen21Sampler.md`)).text()).split('\n')[2]
+const opened = await page.waitForFunction(
+  text => document.body.innerText.replace(/\s+/g, ' ').includes(text), sentence.slice(0, 40), { timeout: 15000 }
+).then(() => true, () => false)
 await browser.close()
-console.log(JSON.stringify({ nodes, outcome, help, report, errors: errors.filter(e => e.includes(pack)) }))
+console.log(JSON.stringify({ nodes, outcome, help, opened, report, errors: errors.filter(e => e.includes(pack)) }))

@@ -1,4 +1,4 @@
-"""The canvas in a real browser: a template opens and runs, with Vue nodes and without; help pages are served.
+"""The canvas in a real browser: a template opens and runs, with Vue nodes and without; help opens.
 
 Needs Debian's chromium (or CHROMIUM) and playwright-core (npm) in the folder that NODE_PATH names.
 """
@@ -46,6 +46,7 @@ def test_a_template_runs_on_the_canvas(server, browser, vue, tmp_path):
     assert seen["errors"] == []  # of ours; the frontend logs some of its own
     assert seen["outcome"] == "success"
     assert set(seen["help"].values()) == {200}
+    assert seen["opened"], "the help panel does not show the sampler's page"
     assert {"Qwen21LoadDiT", "Qwen21EncodePrompt", "Qwen21Sampler", "SaveImage"} <= {n["type"] for n in seen["nodes"]}
     assert seen["report"].startswith("base, 2 steps, euler")  # what the sampler shows on its node
     assert shot.stat().st_size > 10_000
