@@ -90,12 +90,10 @@ class Qwen21EncodePrompt(io.ComfyNode):
 
 
 def canvas_of(references, canvas):
-    """(width, height) of the reference the canvas follows; of equally large originals the last."""
-    if canvas == "first":
-        return references[0].image.size
-    if canvas == "largest":
-        return max(reversed(references), key=lambda r: r.original[0] * r.original[1]).image.size
-    return references[-1].image.size
+    """(width, height) of the reference the canvas follows."""
+    from ..qwen21.prompt import followed
+
+    return references[followed([reference.original for reference in references], canvas)].image.size
 
 
 def report(encoder, prompt, references, text, vae):

@@ -113,6 +113,8 @@ class Qwen21SpliceReferences(io.ComfyNode):
 
 def splice(states, extra, references, vae):
     """One entry of a CONDITIONING with its vision tokens replaced by slots and latents."""
+    from ..qwen21.sequence import drop_spans
+
     pads = extra.pop(PADS, None)
     if pads is None:
         raise UserError(
@@ -126,7 +128,7 @@ def splice(states, extra, references, vae):
     for i, ((_, _, digest), reference) in enumerate(zip(pads, references, strict=True), 1):
         if digest != reference.digest:
             raise UserError(f"reference {i} is not the picture the prompt was encoded with: wire the same references")
-    kept, slots = without_pads(states.shape[1], pads)
+    kept, slots = drop_spans(states.shape[1], [(start, length) for start, length, _ in pads])
     extra |= {SLOTS: slots, LATENTS: [encode_reference(vae, reference) for reference in references]}
     if REPORT in extra:
         extra[REPORT] = spliced_report(extra[REPORT], references, slots, len(kept), vae)
@@ -140,15 +142,6 @@ def spliced_report(report, references, slots, tokens, vae):
         for described, reference, slot in zip(report["references"], references, slots, strict=True)
     ]
     return report | {"references": seen, "tokens": tokens, "vae": getattr(vae, "name", None)}
-
-
-def without_pads(tokens, pads):
-    """Indices of the states that are no vision tokens, and the slots among them."""
-    dropped, slots = set(), []
-    for start, length, *_ in pads:
-        slots.append(start - len(dropped))
-        dropped.update(range(start, start + length))
-    return [i for i in range(tokens) if i not in dropped], slots
 
 
 def encode_reference(vae, reference):

@@ -55,6 +55,13 @@ SCHEDULE_KEYS = {
     name: name for name in ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift", "shift_terminal")
 }
 
+
+def to_json(keys: dict[str, str], config: Any, without: Set[str] = frozenset()) -> dict[str, Any]:
+    """The fields of a configuration under their keys in `config.json`, tuples as lists."""
+    values = {key: getattr(config, name) for name, key in keys.items() if name not in without}
+    return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
+
+
 # What shapes do not tell, or not alone; never compared with them.
 UNTOLD = {"rope_axes", "eps", "latents_mean", "latents_std", "rope_base", "mrope_sections", "merge", "deepstack"}
 UNTOLD_OF_VISION = UNTOLD | {"heads"}

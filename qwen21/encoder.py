@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .config import LATENT_PIXELS, EncoderConfig
+from .config_keys import TEXT_KEYS, VISION_KEYS, to_json
 from .errors import UserError
 from .prompt import TEMPORAL_PATCH, VISION_MERGE, Reference, Tokenizer, TokenLayout, layout_tokens, vision_patches
 
@@ -200,31 +201,10 @@ def _meta_skeleton(config: EncoderConfig) -> nn.Module:
         raise UserError(
             f"the text encoder needs the package transformers, 4.57 or newer ({error}); update it"
         ) from error
-    text, vision = config.text, config.vision
-    text_config = {
-        "hidden_size": text.width,
-        "intermediate_size": text.mlp_width,
-        "num_hidden_layers": text.layers,
-        "num_attention_heads": text.heads,
-        "num_key_value_heads": text.kv_heads,
-        "head_dim": text.head_dim,
-        "vocab_size": text.vocabulary,
-        "rms_norm_eps": text.eps,
-        # Rope is ours; 4.57 cannot be built without this entry, 5.x reads it too.
-        "rope_scaling": {"rope_type": "default", "mrope_section": list(text.mrope_sections)},
-    }
-    vision_config = {
-        "depth": vision.layers,
-        "hidden_size": vision.width,
-        "intermediate_size": vision.mlp_width,
-        "num_heads": vision.heads,
-        "patch_size": vision.patch,
-        "temporal_patch_size": vision.temporal_patch,
-        "spatial_merge_size": vision.merge,
-        "num_position_embeddings": vision.positions,
-        "deepstack_visual_indexes": list(vision.deepstack),
-        "out_hidden_size": vision.out_width,
-    }
+    text_config = to_json(TEXT_KEYS, config.text, without={"rope_base", "mrope_sections"})
+    # Rope is ours; 4.57 cannot be built without this entry, 5.x reads it too.
+    text_config["rope_scaling"] = {"rope_type": "default", "mrope_section": list(config.text.mrope_sections)}
+    vision_config = to_json(VISION_KEYS, config.vision)
     with torch.device("meta"):
         return Qwen3VLModel(
             Qwen3VLConfig(text_config=text_config, vision_config=vision_config, attn_implementation="sdpa")

@@ -20,7 +20,7 @@ from .checkpoint import load
 from .dit import DiT
 from .errors import UserError
 from .manifest import build_manifest
-from .prefix import Prefix, prefix_bytes
+from .prefix import Prefix, placement, prefix_bytes
 from .prompt import layout_tokens
 from .request import Plan, Request, make_plan
 from .sampler import Start, draw_noise, sample
@@ -209,16 +209,11 @@ class Pipeline:
         return torch.float32 if self.dtype == torch.float16 else self.dtype
 
     def kv_storage_device(self, text_tokens: int, references: Sequence[Tensor]) -> torch.device:
-        """Where such a prefix is kept: `auto` is the GPU while half of its free memory holds it, else RAM."""
-        if self.device.type == "cpu" or self.kv_device == "cpu":
-            return torch.device("cpu")
-        free = self._free_bytes()
-        if self.kv_device == "gpu" or free is None:
-            return self.device
+        """Where the prefix of such a text and references is kept."""
         c = self.files.dit.config
         tokens = text_tokens + sum(r.shape[-2] * r.shape[-1] for r in references)
-        fits = prefix_bytes(tokens, c.layers, c.heads, c.head_dim, self.dtype) <= free // 2
-        return self.device if fits else torch.device("cpu")
+        needed = prefix_bytes(tokens, c.layers, c.heads, c.head_dim, self.dtype)
+        return placement(self.kv_device, self.device, needed, self._free_bytes())
 
     def _free_bytes(self) -> int | None:
         """Free memory of the device, what PyTorch keeps for reuse included; None where nothing is known."""

@@ -89,8 +89,13 @@ def canvas_size(sizes: Sequence[Size], choice: str | Size = "last", resolution: 
     if not sizes:
         resolution = _positive(resolution, "the resolution", SIZE_MULTIPLE)
         return _floored(resolution, resolution)
-    picked = {"last": sizes[-1], "first": sizes[0], "largest": max(reversed(sizes), key=math.prod)}[choice]
-    return Canvas(*reference_size(*picked, resolution))
+    return Canvas(*reference_size(*sizes[followed(sizes, choice)], resolution))
+
+
+def followed(sizes: Sequence[Size], choice: str) -> int:
+    """Index of the reference that the canvas follows, by the references' own sizes; of equally large ones the last."""
+    last = len(sizes) - 1
+    return {"last": last, "first": 0}.get(choice, max(range(last, -1, -1), key=lambda i: math.prod(sizes[i])))
 
 
 def _floored(width: int, height: int) -> Canvas:

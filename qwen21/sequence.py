@@ -164,6 +164,16 @@ def settle_slots(slots: Sequence[int], latents: int, text_tokens: int) -> tuple[
     return (*slots, *[text_tokens] * extra), warning
 
 
+def drop_spans(tokens: int, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Indices of the tokens outside the spans (start, length), and the number of those before each span: its slot."""
+    dropped: set[int] = set()
+    slots = []
+    for start, length in spans:
+        slots.append(start - len(dropped))
+        dropped.update(range(start, start + length))
+    return [i for i in range(tokens) if i not in dropped], slots
+
+
 def block_ids(layout: PrefixLayout, target: Grid | None = None) -> list[int]:
     """For each token -1 for text, else the number of its image block. Query i sees key j if i >= j or ids match."""
     segments = [*layout.segments, *([layout.target(target)] if target else [])]

@@ -7,7 +7,6 @@ stages. No tensor is constant: with all-one norms a missing norm would go unseen
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from diffusers import (
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from .tiny_tokenizer import write_tokenizer
+from .tiny_tokenizer import Processor, write_tokenizer
 
 TEXT_WIDTH = 64
 VOCABULARY = 512
@@ -36,7 +35,6 @@ SCHEDULER = {
     "use_dynamic_shifting": True,
 }
 TURBO_SIGMAS = [1.0, 0.978453, 0.95418, 0.926626, 0.89508, 0.845148, 0.704534, 0.414568]
-SYSTEM = "<|im_start|>system\nComprehend and analyze the provided prompt.<|im_end|>\n"
 
 
 def randomise(module: nn.Module, seed: int) -> nn.Module:
@@ -98,40 +96,6 @@ def text_encoder(seed: int = 3, width: int = TEXT_WIDTH) -> nn.Module:
     return randomise(Qwen3VLForConditionalGeneration(config), seed)
 
 
-class Processor:
-    """What `QwenImage21Pipeline` needs of `Qwen3VLProcessor`, without torchvision."""
-
-    def __init__(self, folder: Path, image_token_id: int | None = None) -> None:
-        from transformers import Qwen2TokenizerFast
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-        self.tokenizer = Qwen2TokenizerFast.from_pretrained(folder)
-        self.image_token_id = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
-        self.images = Qwen2VLImageProcessorPil(
-            do_resize=False,
-            patch_size=16,
-            temporal_patch_size=2,
-            merge_size=2,
-            image_mean=[0.5] * 3,
-            image_std=[0.5] * 3,
-        )
-
-    def apply_chat_template(self, messages, tokenize: bool = True, return_dict: bool = False):
-        return [self.tokenizer(SYSTEM).input_ids]
-
-    def __call__(self, text, images=None, padding=True, padding_side="left", return_tensors="pt"):
-        from transformers import BatchFeature
-
-        data: dict[str, Any] = {}
-        if images:
-            data = dict(self.images(images, return_tensors="pt"))
-            counts = iter((data["image_grid_thw"].prod(-1) // 4).tolist())
-            text = [re.sub(re.escape("<|image_pad|>"), lambda m: m[0] * next(counts), t) for t in text]
-        data |= self.tokenizer(text, padding=padding, padding_side=padding_side, return_tensors="pt")
-        data["mm_token_type_ids"] = (data["input_ids"] == self.image_token_id).int()
-        return BatchFeature(data)
-
-
 class Tiny:
     """One tiny model: its diffusers modules, its folder on disk, and single files written on demand."""
 
@@ -153,7 +117,7 @@ class Tiny:
         """The oracle."""
         processor = Processor(self.folder / "processor")
         for config in (self.text_encoder.config, self.text_encoder.model.config):
-            config.image_token_id = processor.image_token_id
+            config.image_token_id = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
         shifting = {} if not self.turbo else {"use_dynamic_shifting": False, "shift_terminal": None}
         pipeline = QwenImage21Pipeline(
             FlowMatchEulerDiscreteScheduler(**(SCHEDULER | shifting)),

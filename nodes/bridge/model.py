@@ -23,7 +23,8 @@ from ...qwen21.checkpoint.load import Component, fill, find_dit, folder_schedule
 from ...qwen21.config import LATENT_PIXELS, LATENTS_MEAN, LATENTS_STD, ScheduleConfig
 from ...qwen21.dit import DiT
 from ...qwen21.errors import UserError
-from ...qwen21.prefix import Prefix, prefix_bytes
+from ...qwen21.memory import step_bytes
+from ...qwen21.prefix import Prefix, placement, prefix_bytes
 from ...qwen21.schedule import official_grid
 from .condition import Condition, condition_of, prefix_tokens
 from .host import DTYPES, check_cancel, free_bytes, patcher_class
@@ -160,14 +161,10 @@ class ComfyDiT(DiT):
         return prefix
 
     def _storage(self, condition: Condition, x: Tensor, settings: dict[str, Any]) -> torch.device:
-        """Where the prefix is kept: `auto` is the GPU while half of its free memory holds it, else RAM."""
-        where = settings.get("device", "auto")
-        if where == "cpu" or x.device.type == "cpu":
-            return torch.device("cpu")
+        """Where the condition's prefixes are kept."""
         c = self.config
         needed = prefix_bytes(condition.tokens, c.layers, c.heads, c.head_dim, x.dtype)
-        free = condition.free_bytes(x.device)
-        return x.device if where == "gpu" or needed <= free // 2 else torch.device("cpu")
+        return placement(settings.get("device", "auto"), x.device, needed, condition.free_bytes(x.device))
 
 
 def _refuse_unsupported(control: Any, options: dict[str, Any], condition: Condition | None) -> None:
@@ -243,14 +240,9 @@ class Qwen21Model(_LoraBase):
 
     def memory_required(self, input_shape: list[int], cond_shapes: dict[str, list[list[int]]] | None = None) -> int:
         """Bytes of a step's activations, of the prefixes it reads, and of one layer's joined keys and values."""
-        c, dtype = self.diffusion_model.config, self.compute_dtype
-        tokens = input_shape[0] * input_shape[-1] * input_shape[-2]
         prefixes = [shape[-1] for shape in (cond_shapes or {}).get("qwen21", [])]
-        longest = max(prefixes, default=0)
-        activations = (tokens + longest) * (8 * c.width + 3 * c.mlp_width) * dtype.itemsize
-        joined = 2 * (tokens + input_shape[0] * longest) * c.width * dtype.itemsize
-        kept = sum(prefix_bytes(p, c.layers, c.heads, c.head_dim, dtype) for p in prefixes)
-        return activations + joined + kept
+        tokens = input_shape[-1] * input_shape[-2]
+        return step_bytes(self.diffusion_model.config, input_shape[0], tokens, prefixes, self.compute_dtype)
 
 
 def load_model(path: str, dtype: str = "default", disable_dynamic: bool = False) -> Any:

@@ -13,6 +13,7 @@ from torch import nn
 
 from ..checkpoint.load import module_of
 from ..config import DiTConfig, EncoderConfig, ScheduleConfig, TextConfig, VAEConfig, VisionConfig
+from ..config_keys import DIT_KEYS, TEXT_KEYS, VAE_KEYS, VISION_KEYS, to_json
 from ..tokenizer import SPECIAL_TOKENS
 
 TEXT_WIDTH = 64
@@ -62,38 +63,10 @@ def _schedule() -> dict[str, Any]:
 def _json_config(config: DiTConfig | VAEConfig | EncoderConfig) -> dict[str, Any]:
     """The config under the names that diffusers and transformers give its fields."""
     if isinstance(config, EncoderConfig):
-        text, vision = config.text, config.vision
-        return {
-            "model_type": "qwen3_vl",
-            "text_config": {
-                "hidden_size": text.width,
-                "intermediate_size": text.mlp_width,
-                "num_hidden_layers": text.layers,
-                "num_attention_heads": text.heads,
-                "num_key_value_heads": text.kv_heads,
-                "head_dim": text.head_dim,
-                "vocab_size": text.vocabulary,
-                "rope_theta": text.rope_base,
-                "rope_scaling": {"mrope_section": list(text.mrope_sections), "rope_type": "default"},
-            },
-            "vision_config": {
-                "depth": vision.layers,
-                "hidden_size": vision.width,
-                "intermediate_size": vision.mlp_width,
-                "num_heads": vision.heads,
-                "num_position_embeddings": vision.positions,
-                "deepstack_visual_indexes": list(vision.deepstack),
-                "out_hidden_size": vision.out_width,
-            },
-        }
-    if isinstance(config, VAEConfig):
-        return {"base_dim": config.base_width, "decoder_base_dim": config.decoder_base_width}
-    return {
-        "num_layers": config.layers,
-        "num_attention_heads": config.heads,
-        "attention_head_dim": config.head_dim,
-        "context_in_dim": config.text_width,
-    }
+        text = to_json(TEXT_KEYS, config.text, without={"mrope_sections"})
+        text["rope_scaling"] = {"mrope_section": list(config.text.mrope_sections), "rope_type": "default"}
+        return {"model_type": "qwen3_vl", "text_config": text, "vision_config": to_json(VISION_KEYS, config.vision)}
+    return to_json(VAE_KEYS if isinstance(config, VAEConfig) else DIT_KEYS, config)
 
 
 def write_byte_tokenizer(folder: Path) -> None:

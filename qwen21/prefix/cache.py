@@ -58,3 +58,13 @@ class Prefix:
 def prefix_bytes(tokens: int, layers: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
     """Bytes of the K and V of `tokens` prefix tokens: 0.5 MiB each for the released model in bf16."""
     return 2 * tokens * layers * heads * head_dim * dtype.itemsize
+
+
+def placement(where: str, device: torch.device, needed: int, free: int | None) -> torch.device:
+    """Where a prefix of `needed` bytes is kept that `device` computes with: `where` is auto, gpu or cpu.
+
+    auto is the GPU while half of its free bytes hold the prefix, else RAM. The other half is for the steps.
+    """
+    if device.type == "cpu" or where == "cpu":
+        return torch.device("cpu")
+    return device if where == "gpu" or free is None or needed <= free // 2 else torch.device("cpu")

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from qwen21.errors import UserError
-from qwen21.sequence import ImageSegment, TextSegment, block_ids, prefix_layout, settle_slots
+from qwen21.sequence import ImageSegment, TextSegment, block_ids, drop_spans, prefix_layout, settle_slots
 
 
 def walk(text_tokens, slots, grids):
@@ -94,3 +94,8 @@ def test_units_end_with_images():
     assert kinds == [["text", 0], [1], ["text", 2], ["text"]]
     assert [s for unit in layout.units for s in unit] == list(layout.segments)
     assert prefix_layout(0, [], []).units == ()
+
+
+def test_spans_leave_slots_behind():
+    assert drop_spans(7, [(1, 2), (4, 1)]) == ([0, 3, 5, 6], [1, 2])
+    assert drop_spans(3, []) == ([0, 1, 2], [])
