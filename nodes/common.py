@@ -13,6 +13,7 @@ MAX_SIDE = 16384
 SLOTS, LATENTS = "image_slots", "reference_latents"  # the keys that core's own Qwen-Image 2.1 nodes use
 PADS = "qwen21_image_pads"  # (start, length, digest) of each reference's vision tokens, where they stay in the states
 SEEN_BY_BOTH, SEEN_BY_ENCODER = "by encoder and transformer", "by the encoder alone (no VAE wired)"
+ORIGIN = "qwen21_origin"  # what made the states and latents, for the prefix store
 REPORT = "qwen21_report"  # what the encoder did, for the sampler's report
 
 

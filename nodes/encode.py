@@ -1,5 +1,7 @@
 """Prompts: text and references in, conditioning and a canvas out."""
 
+from dataclasses import replace
+
 import torch
 from comfy_api.latest import io
 
@@ -7,6 +9,7 @@ from ..qwen21.options import CANVASES
 from .common import (
     CATEGORY,
     LATENTS,
+    ORIGIN,
     PADS,
     REPORT,
     SEEN_BY_BOTH,
@@ -19,7 +22,7 @@ from .common import (
     size_inputs,
 )
 from .latent import empty_latent
-from .references import encode_reference
+from .references import encode_reference, latent_origins
 
 
 class Qwen21EncodePrompt(io.ComfyNode):
@@ -75,17 +78,24 @@ class Qwen21EncodePrompt(io.ComfyNode):
 
     @classmethod
     def execute(cls, encoder, prompt, references=None, vae=None, canvas="last", width=1024, height=1024, batch=1):
+        from ..qwen21.prefix import Origins, content, text_origin
+
         check_choices(canvas=(canvas, [*CANVASES, "size"]))
         references = list(references or [])
         text = encoder.encode(prompt, references, keep_image_pads=vae is None)
         extra = {REPORT: report(encoder, prompt, references, text, vae)}
-        if vae is not None and references:
-            extra |= {SLOTS: list(text.image_slots), LATENTS: [encode_reference(vae, r) for r in references]}
+        latents = [encode_reference(vae, reference) for reference in references] if vae is not None else []
+        if latents:
+            extra |= {SLOTS: list(text.image_slots), LATENTS: latents}
         elif references:
             spans = zip(text.layout.images, references, strict=True)
             extra[PADS] = [(span.start - text.layout.drop, len(span), r.digest) for span, r in spans]
         size = (width, height) if canvas == "size" or not references else canvas_of(references, canvas)
         states = text.states.float().cpu() if text.states.dtype == torch.float16 else text.states.cpu()
+        origin = Origins(replace(text_origin(text, encoder.identity), content=content(states)))
+        if latents:
+            origin = replace(origin, latents=latent_origins(vae, references, latents))
+        extra[ORIGIN] = origin.facts()
         return io.NodeOutput([[states[None], extra]], empty_latent(*size, batch))
 
 

@@ -4,7 +4,7 @@ from comfy_api.latest import io
 
 from ..qwen21.errors import UserError
 from ..qwen21.options import FITS
-from .common import CATEGORY, LATENTS, PADS, REPORT, SEEN_BY_BOTH, SLOTS, References
+from .common import CATEGORY, LATENTS, ORIGIN, PADS, REPORT, SEEN_BY_BOTH, SLOTS, References
 
 
 class Qwen21AddReference(io.ComfyNode):
@@ -113,6 +113,7 @@ class Qwen21SpliceReferences(io.ComfyNode):
 
 def splice(states, extra, references, vae):
     """One entry of a CONDITIONING with its vision tokens replaced by slots and latents."""
+    from ..qwen21.prefix import Origins, content
     from ..qwen21.sequence import drop_spans
 
     pads = extra.pop(PADS, None)
@@ -129,10 +130,15 @@ def splice(states, extra, references, vae):
         if digest != reference.digest:
             raise UserError(f"reference {i} is not the picture the prompt was encoded with: wire the same references")
     kept, slots = drop_spans(states.shape[1], [(start, length) for start, length, _ in pads])
-    extra |= {SLOTS: slots, LATENTS: [encode_reference(vae, reference) for reference in references]}
+    spliced, latents = states[:, kept], [encode_reference(vae, reference) for reference in references]
+    extra |= {SLOTS: slots, LATENTS: latents}
+    text = Origins.from_facts(extra.get(ORIGIN) or {}).text
+    if text is not None and text.content == content(states[0]):
+        text = text.without([range(start, start + length) for start, length, _ in pads], spliced[0])
+        extra[ORIGIN] = Origins(text, latent_origins(vae, references, latents)).facts()
     if REPORT in extra:
         extra[REPORT] = spliced_report(extra[REPORT], references, slots, len(kept), vae)
-    return states[:, kept], extra
+    return spliced, extra
 
 
 def spliced_report(report, references, slots, tokens, vae):
@@ -142,6 +148,16 @@ def spliced_report(report, references, slots, tokens, vae):
         for described, reference, slot in zip(report["references"], references, slots, strict=True)
     ]
     return report | {"references": seen, "tokens": tokens, "vae": getattr(vae, "name", None)}
+
+
+def latent_origins(vae, references, latents):
+    """What made each latent, by its content; core's VAE tells nothing of itself."""
+    from ..qwen21.prefix import content
+
+    if not hasattr(vae, "identity"):
+        return {}
+    pairs = zip(references, latents, strict=True)
+    return {content(latent): f"{reference.digest} {vae.identity}" for reference, latent in pairs}
 
 
 def encode_reference(vae, reference):

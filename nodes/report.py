@@ -1,6 +1,7 @@
 """The sampler's report: what ran, what a rerun has to pin, and the same in a few lines for the node."""
 
 from ..qwen21.manifest import library_versions
+from ..qwen21.prefix import Reuse
 from .common import LATENTS, PADS, REPORT, SLOTS
 
 
@@ -53,4 +54,7 @@ def summary(report):
     for i, r in enumerate(references, 1):
         original, resized = ("x".join(map(str, r[key])) for key in ("original", "resized"))
         lines.append(f"reference {i}: {original} as {resized}, {r['tokens']} tokens")
+    for side in ("positive", "negative"):
+        for facts in (report.get("prefix") or {}).get(side, []):
+            lines.append(f"{side} prefix: {Reuse(**facts)}")
     return "\n".join([*lines, *[f"! {warning}" for warning in report["warnings"]]])

@@ -11,7 +11,7 @@ from comfy_api.latest import io, ui
 
 from ..qwen21.config import LATENT_PIXELS, SIZE_MULTIPLE, ScheduleConfig
 from ..qwen21.errors import UserError
-from ..qwen21.options import EDIT_NOISES, SCHEDULES
+from ..qwen21.options import EDIT_NOISES, KV_STORAGES, SCHEDULES
 from .common import CATEGORY, LATENTS, check_choices
 
 SAMPLERS = ["euler", *[name for name in comfy.samplers.SAMPLER_NAMES if name != "euler"]]
@@ -161,7 +161,7 @@ class Qwen21Sampler(io.ComfyNode):
         moved = noise_seed(seed, references, edit_noise)
         noise = comfy.sample.prepare_noise(samples, moved, latent.get("batch_index"))
         if is_ours(model):
-            model = with_prefix_options(model, prefix_cache == "on")
+            model = with_prefix_options(model, cache=prefix_cache == "on")
         guider = Guider(model, cfg_start, cfg_end)
         guider.set_conds(positive, negative if guided else positive)
         guider.set_cfg(cfg if guided else 1.0)
@@ -191,6 +191,7 @@ class Qwen21Sampler(io.ComfyNode):
                 "size": [samples.shape[-1] * LATENT_PIXELS, samples.shape[-2] * LATENT_PIXELS],
                 "batch": samples.shape[0],
                 "prefix_cache": prefix_cache if is_ours(model) else "core's MODEL has no prefix store",
+                "prefix": prefix_facts(model, guider) if is_ours(model) else None,
             },
             unused_negative=not guided and is_wired(cls.hidden, "negative"),
         )
@@ -199,6 +200,12 @@ class Qwen21Sampler(io.ComfyNode):
         text = json.dumps(report, ensure_ascii=False, indent=1)
         kept = {key: value for key, value in latent.items() if key != "downscale_ratio_spacial"}
         return io.NodeOutput(kept | {"samples": result}, text, ui=ui.PreviewText(summary(report)))
+
+
+def prefix_facts(model, guider):
+    """What became of each prefix, how it was kept, and how much is stored now."""
+    store = model.model.prefix_store.patcher.store
+    return {"stored_bytes": store.nbytes(), **getattr(guider, "qwen21_reuse", {})}
 
 
 def is_wired(hidden, name):
@@ -294,21 +301,40 @@ class Qwen21PrefixCache(io.ComfyNode):
                     "device",
                     options=PLACES,
                     default="auto",
+                    tooltip="Where the prefix is kept: auto is the GPU while it fits there beside a step, else RAM.",
+                ),
+                io.Combo.Input(
+                    "storage",
+                    options=list(KV_STORAGES),
+                    default="auto",
+                    optional=True,
                     tooltip=(
-                        "Where the prefix is kept: auto is the GPU while half of its free memory holds it, else RAM."
+                        "How the prefix is kept: native is exact, int8 takes half and loses least, fp8 takes half too, "
+                        "fp8_v keeps the keys exact and takes three quarters; auto is native while that fits, else "
+                        "int8."
                     ),
+                ),
+                io.Float.Input(
+                    "budget",
+                    default=0.0,
+                    min=0.0,
+                    max=4096.0,
+                    step=0.5,
+                    optional=True,
+                    tooltip="GiB that the prefixes of this model may keep between runs; 0 is a quarter of the RAM.",
                 ),
             ],
             outputs=[io.Model.Output("model", display_name="model", tooltip="The same model with these settings.")],
         )
 
     @classmethod
-    def execute(cls, base_model, prefix_cache, device):
+    def execute(cls, base_model, prefix_cache, device, storage="auto", budget=0.0):
         from .bridge.model import is_ours, with_prefix_options
 
-        check_choices(prefix_cache=(prefix_cache, SWITCH), device=(device, PLACES))
+        check_choices(prefix_cache=(prefix_cache, SWITCH), device=(device, PLACES), storage=(storage, KV_STORAGES))
         if not is_ours(base_model):
             raise UserError(
                 f"the MODEL is a {type(base_model.model).__name__}; only MODELs of Qwen21LoadDiT keep a prefix"
             )
-        return io.NodeOutput(with_prefix_options(base_model, prefix_cache == "on", device))
+        settings = {"device": device, "storage": storage, "budget": budget}
+        return io.NodeOutput(with_prefix_options(base_model, cache=prefix_cache == "on", **settings))

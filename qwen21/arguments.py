@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .config import MAX_REFERENCES
-from .options import CANVASES, EDIT_NOISES, SCHEDULES
+from .options import CANVASES, EDIT_NOISES, KV_STORAGES, SCHEDULES
 
 if TYPE_CHECKING:
     from .sampler import GuidanceRange
@@ -29,7 +29,7 @@ def add_generate(p: argparse.ArgumentParser) -> None:
     model.add_argument("--keep", metavar="PATTERN", nargs="+", action="extend", default=[], help="not yet")
 
     picture = p.add_argument_group("picture")
-    picture.add_argument("--prompt", metavar="P", required=True)
+    picture.add_argument("--prompt", metavar="P", help="what to paint or to change")
     picture.add_argument("--negative", metavar="P", help="negative prompt; needs --cfg above 1")
     picture.add_argument(
         "--image",
@@ -92,7 +92,10 @@ def add_generate(p: argparse.ArgumentParser) -> None:
         help="off computes the prefix again at every step, to check",
     )
     sampling.add_argument(
-        "--kv-storage", choices=("native", "fp8", "fp8_v", "int8"), default="native", help="only native yet"
+        "--kv-storage",
+        choices=KV_STORAGES,
+        default="auto",
+        help="how the prefix is kept: native is exact, int8 takes half and loses least; auto: native while it fits",
     )
     sampling.add_argument(
         "--kv-device", choices=("auto", "gpu", "cpu"), default="auto", help="where the prefix is kept"
@@ -100,11 +103,26 @@ def add_generate(p: argparse.ArgumentParser) -> None:
 
     output = p.add_argument_group("output")
     output.add_argument(
-        "--out", metavar="FILE.png", type=Path, required=True, help="with --batch N: FILE-1.png to FILE-N.png"
+        "--out", metavar="FILE.png", type=Path, help="with --batch N or --repeat N: FILE-1.png to FILE-N.png"
     )
     output.add_argument("--save-latent", metavar="FILE.safetensors", type=Path)
-    output.add_argument("--repeat", metavar="N", type=int, default=1, help="not yet")
-    output.add_argument("--session", metavar="JOBS.json", type=Path, help="not yet")
+    output.add_argument("--repeat", metavar="N", type=int, default=1, help="N runs, the seed one higher each time")
+    output.add_argument(
+        "--session",
+        metavar="JOBS.json",
+        type=Path,
+        help='jobs for one process: a list of tables such as {"prompt": "a cat", "out": "cat.png"}',
+    )
+
+
+def add_plan(p: argparse.ArgumentParser) -> None:
+    """The flags of `plan`: those of `generate`, so that its command line can be asked about, and a few of its own."""
+    add_generate(p)
+    plan = p.add_argument_group("plan")
+    plan.add_argument(
+        "--free", metavar="GIB", type=float, help="plan for a GPU with so much memory free, default: this machine"
+    )
+    plan.add_argument("--picture", metavar="FILE.png", type=Path, help="write the plan as a picture too")
 
 
 def add_run(p: argparse.ArgumentParser) -> None:

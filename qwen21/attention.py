@@ -6,6 +6,7 @@ An attention function takes q [B, H, n, D], k and v [B, H, m, D] and `mask` (boo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -44,3 +45,24 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, attend: 
         mask = torch.ones(stop - start, seen, dtype=torch.bool, device=q.device).tril(diagonal=m - n + start)
         chunks.append(attend(q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen], mask=mask))
     return chunks[0] if len(chunks) == 1 else torch.cat(chunks, dim=2)
+
+
+def prefixed_attention(
+    q: Tensor, k: Tensor, v: Tensor, prefix: Sequence[tuple[Tensor, Tensor]], *, attend: AttentionFunction = sdpa
+) -> Tensor:
+    """Queries of a batch of targets over [prefix, target], unmasked: [B, H, n, D].
+
+    q, k, v [B, H, n, D]; `prefix` are keys and values [1, H, m, D] of one piece after another. Rows run one by one in
+    one buffer of a prefix and a target, so a batch holds the prefix once.
+    """
+    if not prefix:
+        return attend(q, k, v)
+    keys, values = (
+        torch.cat([*parts, own[:1]], dim=2) for parts, own in zip(zip(*prefix, strict=True), (k, v), strict=True)
+    )
+    attended = [attend(q[:1], keys, values)]
+    for row in range(1, len(q)):
+        keys[:, :, -k.shape[2] :] = k[row : row + 1]
+        values[:, :, -v.shape[2] :] = v[row : row + 1]
+        attended.append(attend(q[row : row + 1], keys, values))
+    return attended[0] if len(attended) == 1 else torch.cat(attended)

@@ -1,4 +1,4 @@
-"""The command line: generate, run, inspect, demo. A user's mistake is one line on stderr and exit code 2."""
+"""The command line: generate, plan, run, inspect, demo. A user's mistake is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from . import arguments
 from .config import MAX_BATCH, MAX_REFERENCES
 from .errors import UserError
 
+if TYPE_CHECKING:
+    from .request import Request
+
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 LONGEST_LINE = 700
 LATER = {
-    "kv_storage": lambda value: value != "native",
     "dtype": lambda value: value == "fp8",
     "lora": bool,
     "keep": bool,
-    "repeat": lambda value: value != 1,
-    "session": bool,
 }
 
 
@@ -95,6 +95,9 @@ def build_parser() -> Parser:
     generate = commands.add_parser("generate", help="paint a picture, or edit some", allow_abbrev=False)
     arguments.add_generate(generate)
     generate.set_defaults(run=run_generate)
+    plan = commands.add_parser("plan", help="the memory that a generate would need", allow_abbrev=False)
+    arguments.add_plan(plan)
+    plan.set_defaults(run=run_plan)
     run = commands.add_parser("run", help="run a workflow in API format on a running ComfyUI", allow_abbrev=False)
     arguments.add_run(run)
     run.set_defaults(run=run_workflow)
@@ -109,13 +112,41 @@ def build_parser() -> Parser:
 
 def run_generate(a: argparse.Namespace) -> int:
     _refuse_later(a)
-    from . import outputs
-    from .images import open_image
-    from .pipeline import Pipeline, Request, Watch
+    from . import outputs, session
+    from .pipeline import Pipeline, Watch
+    from .request import make_plan
 
-    given = [*a.image, *(path for path in (a.init_image, a.mask) if path)]
-    outputs.check_outputs(a.out, a.save_latent, max(1, min(a.batch, MAX_BATCH)), given)
-    request = Request(
+    jobs = session.expand(a, lambda words: build_parser().parse_args(["generate", *words]))
+    for job in jobs:
+        given = [*job.image, *(path for path in (job.init_image, job.mask) if path)]
+        outputs.check_outputs(job.out, job.save_latent, max(1, min(job.batch, MAX_BATCH)), given)
+    device = outputs.pick_device(a.device)
+    first = request_of(jobs[0])
+    files = find_model(a)
+    for job in jobs:
+        outputs.check_outputs(job.out, job.save_latent, 1, files.paths)
+        make_plan(request_of(job) if job is not jobs[0] else first, files)  # refuses before the first is painted
+    pipeline = Pipeline(files, outputs.pick_dtype(a.dtype, device), device, a.kv_device, a.kv_storage)
+    pipeline.keep_loaded = len(jobs) > 1 and pipeline.fits_together()
+    for number, job in enumerate(jobs, 1):
+        request = first if number == 1 else request_of(job)
+        with ProgressBar() as bar:
+            result = pipeline.generate(request, Watch(on_step=bar.step, on_stage=bar.stage))
+        for warning in result.manifest["warnings"]:
+            print(f"qwen21: warning: {warning}", file=sys.stderr)
+        outputs.write({job.out: result}, job.save_latent)
+        if len(jobs) > 1:
+            reuse = "; ".join(str(prefix.reuse) for prefix in result.prefixes)
+            print(f"qwen21: {number} of {len(jobs)}, {job.out.name}: prefix {reuse}", file=sys.stderr)
+    return 0
+
+
+def request_of(a: argparse.Namespace) -> Request:
+    """What the arguments of one job ask for, its pictures opened."""
+    from .images import open_image
+    from .request import Request
+
+    return Request(
         prompts=a.prompt,
         negative=a.negative,
         references=tuple(open_image(path) for path in _at_most_ten(a.image)),
@@ -135,16 +166,6 @@ def run_generate(a: argparse.Namespace) -> int:
         denoise=a.denoise,
         prefix_cache=a.prefix_cache == "on",
     )
-    device = outputs.pick_device(a.device)
-    files = find_model(a)
-    outputs.check_outputs(a.out, a.save_latent, 1, files.paths)
-    pipeline = Pipeline(files, outputs.pick_dtype(a.dtype, device), device, a.kv_device)
-    with ProgressBar() as bar:
-        result = pipeline.generate(request, Watch(on_step=bar.step, on_stage=bar.stage))
-    for warning in result.manifest["warnings"]:
-        print(f"qwen21: warning: {warning}", file=sys.stderr)
-    outputs.write({a.out: result}, a.save_latent)
-    return 0
 
 
 def find_model(a: argparse.Namespace):
@@ -219,6 +240,14 @@ def run_workflow(a: argparse.Namespace) -> int:
     from .comfy_client.run import Job, run
 
     return run(Job(a.file, a.server, tuple(a.set), tuple(a.image), a.out, a.verbose), ProgressBar)
+
+
+def run_plan(a: argparse.Namespace) -> int:
+    _refuse_later(a)
+    _at_most_ten(a.image)
+    from .planning import run
+
+    return run(a, find_model(a))
 
 
 def run_inspect(a: argparse.Namespace) -> int:

@@ -7,7 +7,8 @@ released diffusers checkpoint.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
@@ -15,15 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import AttentionFunction, sdpa, segment_attention
+from .attention import AttentionFunction, prefixed_attention, sdpa, segment_attention
 from .config import DiTConfig
 from .errors import UserError
-from .prefix import Prefix
+from .prefix import NATIVE, Codec, LayerReader, Prefix, Unit
 from .rope import rotate, rotation
-from .sequence import PrefixLayout, Segment, TextSegment, prefix_layout
+from .sequence import Segment, TextSegment, prefix_layout
 
 TIME_FREQUENCIES = 128
 FP16_MAX = 65504
+# Prefix tokens whose activations are alive at once. A reference of 1024 x 1024 pixels (4096 tokens) and its text are
+# one chunk, as large as the step of a picture of that size.
+PREFILL_CHUNK = 4608
 
 
 @dataclass(frozen=True)
@@ -171,22 +175,37 @@ class DiT(nn.Module):
         references: Sequence[Tensor] = (),
         slots: Sequence[int] = (),
         *,
+        head: Sequence[Unit] = (),
+        codec: Codec = NATIVE,
         storage: torch.device | str | None = None,
         attend: AttentionFunction | None = None,
         check_cancel: Callable[[], None] = lambda: None,
     ) -> Prefix:
-        """K and V of a prefix at t = 0, kept on the device `storage` (default: where the text states are).
+        """K and V of a prefix at t = 0, kept by `codec` on the device `storage` (default: where the text states are).
 
         text [T, text_width] are the encoder's states, references [C, h, w] normalised latents, slots the number of
         text tokens before each. Units of the layout run one after another, every layer of one before the next: none
-        depends on what follows it. Raises `UserError` where widths, channels or slots do not agree.
+        depends on what follows it, and each reads those before it as they are kept. So units at the `head` that an
+        earlier prefill of the same states made are taken as they are, and the result is bit-equal either way. Raises
+        `UserError` where widths, channels or slots do not agree.
         """
         self._check_inputs(text, references)
         layout = prefix_layout(text.shape[0], slots, [tuple(r.shape[-2:]) for r in references])
-        prefix = self._empty_prefix(layout, text.dtype, storage or text.device)
+        storage = text.device if storage is None else torch.device(storage)
+        prefix = Prefix(layout, head)
+        missing = layout.units[len(head) :]
+        if not missing:
+            return prefix
         _, modulation = self._modulate(torch.zeros((), device=text.device), text.dtype)
-        for unit in layout.units:
-            self._prefill_unit(prefix, unit, text, references, modulation, attend or self.attend, check_cancel)
+        for segments in missing:
+            started = _seconds(text.device)
+            x = torch.cat([self._embed(segment, text, references) for segment in segments], dim=1)  # [1, S, width]
+            unit = Unit(x.shape[1], codec)
+            before = prefix.reader(x.device, x.dtype)
+            self._prefill_unit(unit, before, segments, x, modulation, storage, attend or self.attend, check_cancel)
+            unit.settle()
+            unit.seconds = _seconds(text.device) - started
+            prefix.units.append(unit)
         return prefix
 
     def denoise(
@@ -199,45 +218,51 @@ class DiT(nn.Module):
         turn = self._rotation(segment, target.device)
         sigma = torch.as_tensor(sigma, dtype=torch.float32, device=target.device)
         embedding, modulation = self._modulate(sigma, target.dtype)
+        before = prefix.reader(target.device, target.dtype)
         x = self.img_in(target.flatten(2).transpose(1, 2))  # [B, N, width]
         for layer, block in enumerate(self.transformer_blocks):
             q, k, v = block.project(x, modulation, turn)
-            x = block.finish(x, attend(q, *prefix.joined(layer, k, v)), modulation)
+            x = block.finish(x, prefixed_attention(q, k, v, before(layer), attend=attend), modulation)
         scale = 1 + self.norm_out["linear"](F.silu(embedding))[0]
         velocity = self.proj_out(F.layer_norm(x, x.shape[-1:], scale, eps=self.config.eps))
         return velocity.transpose(1, 2).unflatten(2, grid)
 
     def _prefill_unit(
         self,
-        prefix: Prefix,
-        unit: Sequence[Segment],
-        text: Tensor,
-        references: Sequence[Tensor],
+        unit: Unit,
+        before: LayerReader,
+        segments: Sequence[Segment],
+        x: Tensor,
         modulation: Modulation,
+        storage: torch.device,
         attend: AttentionFunction,
         check_cancel: Callable[[], None],
     ) -> None:
-        """Every layer of one unit: linears over all its tokens at once, attention segment by segment."""
-        x = torch.cat([self._embed(segment, text, references) for segment in unit], dim=1)  # [1, S, width]
-        turn = torch.cat([self._rotation(segment, text.device) for segment in unit])
-        start, last = unit[0].offset, len(self.transformer_blocks) - 1
+        """Every layer of one unit x [1, S, width]: linears chunk by chunk, attention by segments within a chunk."""
+        turn = torch.cat([self._rotation(segment, x.device) for segment in segments])
+        start, last = segments[0].offset, len(self.transformer_blocks) - 1
+        chunks = _even_spans(x.shape[1], PREFILL_CHUNK)
         for layer, block in enumerate(self.transformer_blocks):
             check_cancel()
-            q, k, v = block.project(x, modulation, turn)
-            k, v = prefix.extend(layer, start, k, v)
+            queries, *own = zip(*(block.project(x[:, chunk], modulation, turn[chunk]) for chunk in chunks), strict=True)
+            earlier = zip(*before(layer), strict=True) if start else ((), ())
+            keys, values = (torch.cat([*b, *o], dim=2) for b, o in zip(earlier, own, strict=True))
+            del own
+            unit.append(_own(keys, start), _own(values, start), storage, last + 1)
             if layer == last:  # nothing reads the last block's output: a prefix is its keys and values alone
                 return
-            attended = [
-                segment_attention(
-                    q[:, :, segment.offset - start : segment.stop - start],
-                    k[:, :, : segment.stop],
-                    v[:, :, : segment.stop],
-                    causal=isinstance(segment, TextSegment),
-                    attend=attend,
-                )
-                for segment in unit
-            ]
-            x = block.finish(x, torch.cat(attended, dim=2), modulation)
+            for chunk, q in zip(chunks, queries, strict=True):
+                attended = [
+                    segment_attention(
+                        q[:, :, first - chunk.start - start : stop - chunk.start - start],
+                        keys[:, :, :seen],
+                        values[:, :, :seen],
+                        causal=causal,
+                        attend=attend,
+                    )
+                    for first, stop, seen, causal in _pieces(segments, chunk, start)
+                ]
+                x[:, chunk] = block.finish(x[:, chunk], torch.cat(attended, dim=2), modulation)
 
     def _embed(self, segment: Segment, text: Tensor, references: Sequence[Tensor]) -> Tensor:
         """A prefix segment's tokens [1, n, width]."""
@@ -254,10 +279,6 @@ class DiT(nn.Module):
         scale1, gate1, scale2, gate2 = self.modulation(embedding)[0].chunk(4)
         return embedding, Modulation(1 + scale1, gate1.tanh(), 1 + scale2, gate2.tanh())
 
-    def _empty_prefix(self, layout: PrefixLayout, dtype: torch.dtype, device: torch.device | str) -> Prefix:
-        c = self.config
-        return Prefix(layout, layers=c.layers, heads=c.heads, head_dim=c.head_dim, dtype=dtype, device=device)
-
     def _check_inputs(self, text: Tensor, references: Sequence[Tensor]) -> None:
         if text.ndim != 2 or text.shape[1] != self.config.text_width:
             raise UserError(
@@ -270,3 +291,33 @@ class DiT(nn.Module):
                     f"reference {i} has latent shape {list(reference.shape)}, expected "
                     f"[{self.config.in_channels}, height, width]; encode it with the Qwen-Image 2.1 VAE"
                 )
+
+
+def _even_spans(tokens: int, limit: int) -> list[slice]:
+    """Up to `limit` tokens each, as equal as they can be: their sizes follow from the length alone."""
+    count = -(-tokens // limit)
+    return [slice(tokens * i // count, tokens * (i + 1) // count) for i in range(count)]
+
+
+def _pieces(segments: Sequence[Segment], chunk: slice, offset: int) -> Iterator[tuple[int, int, int, bool]]:
+    """The parts of `segments` within a chunk: first and last token, the keys they see, and whether they are causal.
+
+    Tokens are counted in the sequence; the chunk is counted from `offset`.
+    """
+    for segment in segments:
+        first, stop = max(segment.offset, offset + chunk.start), min(segment.stop, offset + chunk.stop)
+        if first < stop:
+            causal = isinstance(segment, TextSegment)
+            yield first, stop, stop if causal else segment.stop, causal
+
+
+def _own(joined: Tensor, start: int) -> Tensor:
+    """The tokens from `start`, in storage of their own: a view would keep all that comes before them."""
+    return joined[:, :, start:].clone() if start else joined
+
+
+def _seconds(device: torch.device) -> float:
+    """The time when the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -12,9 +12,10 @@ from . import __version__
 from .sequence import ImageSegment
 
 if TYPE_CHECKING:
+    from .branch import PrefixFacts
     from .checkpoint.load import Component
     from .encoder import TextStates
-    from .pipeline import Pipeline, PrefixFacts
+    from .pipeline import Pipeline
     from .request import Plan
 
 LIBRARIES = ("torch", "transformers", "safetensors", "pillow", "numpy")
@@ -31,10 +32,8 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
-def build_manifest(
-    pipeline: Pipeline, plan: Plan, texts: list[TextStates], prefixes: list[PrefixFacts]
-) -> dict[str, Any]:
-    """The manifest of a finished run."""
+def build_manifest(pipeline: Pipeline, plan: Plan, text: TextStates, prefixes: list[PrefixFacts]) -> dict[str, Any]:
+    """The manifest of a finished run; `text` and the first of `prefixes` are of its first prompt."""
     request = plan.request
     return {
         "model": {
@@ -45,7 +44,7 @@ def build_manifest(
         "prompt": request.prompts if isinstance(request.prompts, str) else list(request.prompts),
         "negative": request.negative if plan.guided else None,
         "size": list(plan.size),
-        "batch": len(texts),
+        "batch": len(request.prompt_list),
         "seed": request.seed,
         "noise": _noise(plan),
         "sampler": "euler",
@@ -55,15 +54,16 @@ def build_manifest(
         "resolution": request.resolution,
         "init_image": _digest(request.init_image),
         "mask": _digest(request.mask),
-        "references": _references(plan, texts[0], prefixes[0]),
+        "references": _references(plan, text, prefixes[0]),
         "dtype": str(pipeline.dtype).removeprefix("torch."),
         "device": pipeline.device.type,
         "attention": "sdpa",
         "prefix": {
             "cache": request.prefix_cache,
-            "codec": "native",
+            "codec": ", ".join(dict.fromkeys(prefix.reuse.codec for prefix in prefixes)),
             "tokens": [prefix.layout.length for prefix in prefixes],
             "bytes": sum(prefix.nbytes for prefix in prefixes),
+            "reuse": [prefix.reuse.facts for prefix in prefixes],
         },
         "loras": [],
         "versions": library_versions(),

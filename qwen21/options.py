@@ -5,3 +5,4 @@ EDIT_NOISES = ("decorrelated", "released")  # where an edit's noise comes from
 CANVASES = ("last", "first", "largest")  # which reference the output's size follows
 SCHEDULES = ("auto", "base", "turbo")
 COMPONENTS = {"transformer": "dit", "text_encoder": "encoder", "vae": "vae"}  # folder of a whole model -> slot
+KV_STORAGES = ("auto", "native", "fp8", "fp8_v", "int8")  # how a prefix is kept; see `prefix/codecs.py`

@@ -7,44 +7,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from . import images, tiling
+from . import images, memory, tiling
+from .branch import Branch, PrefixFacts
 from .checkpoint import load
 from .dit import DiT
+from .encoded import EncodedPrompt, EncodedReference, Remembered
 from .errors import UserError
 from .manifest import build_manifest
-from .prefix import Prefix, placement, prefix_bytes
+from .prefix import ModelIdentity, Store, Unit, text_origin
 from .prompt import layout_tokens
 from .request import Plan, Request, make_plan
 from .sampler import Start, draw_noise, sample
-from .sequence import PrefixLayout
 
 if TYPE_CHECKING:
-    from .encoder import TextStates
-
-
-@dataclass(frozen=True)
-class PrefixFacts:
-    """What a report says of a prefix, without keeping its tensors alive."""
-
-    layout: PrefixLayout
-    nbytes: int
+    from .prompt import Reference
 
 
 @dataclass(frozen=True)
 class Result:
-    """Pictures, their latents [B, 64, h, w] (normalised, fp32), and the manifest of the run."""
+    """Pictures, their latents [B, 64, h, w] (normalised, fp32), the manifest of the run, and what became of its
+    prefixes, the positive ones first."""
 
     images: list[Image.Image]
     latents: Tensor
     manifest: dict[str, Any]
+    prefixes: list[PrefixFacts]
 
 
 @dataclass
@@ -58,18 +54,24 @@ class Watch:
 
 @dataclass
 class Pipeline:
-    """The three networks of a model, each loaded when its stage comes.
+    """The three networks of a model, each loaded when its stage comes, and what runs leave for the next.
 
-    With `keep_loaded` they stay for the next run; otherwise encoder and transformer are dropped after their stage, so
-    that the largest network alone must fit.
+    With `keep_loaded` networks stay for the next run; otherwise each is dropped after its stage, so that the largest
+    alone must fit. Text states, reference latents and, in the `store`, prefixes stay either way: a run pays only for
+    what no earlier one has made.
     """
 
     files: load.ModelFiles
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     kv_device: str = "auto"
+    codec: str = "auto"
     keep_loaded: bool = False
-    _loaded: dict[str, Any] = field(default_factory=dict, repr=False)
+    store: Store = field(default_factory=lambda: Store(memory.store_budget()))
+    _loaded: dict[str, tuple[Any, str]] = field(default_factory=dict, repr=False)
+    # A few MiB each at most.
+    _prompts: Remembered[EncodedPrompt] = field(default_factory=lambda: Remembered(32), repr=False)
+    _references: Remembered[EncodedReference] = field(default_factory=lambda: Remembered(64), repr=False)
 
     @torch.inference_mode()
     def generate(self, request: Request, watch: Watch | None = None) -> Result:
@@ -78,30 +80,32 @@ class Pipeline:
         plan = make_plan(request, self.files)
         watch.on_stage("checking the files")
         self.files.check(encodes=bool(plan.references) or request.init_image is not None)
-        texts, negative = self._encode_prompts(plan, watch)
+        prompts, negative = self._encode_prompts(plan, watch)
         self._release("encoder")
-        latents = self._encode_references(plan, watch)
+        references = self._encode_references(plan, watch)
         start = self._encode_start(plan, watch)
-        latent, prefixes = self._sample(plan, texts, negative, latents, start, watch)
+        latent, prefixes = self._sample(plan, prompts, negative, references, start, watch)
         self._release("dit")
         pictures = self._decode(latent, watch)
         self._release("vae")
-        return Result(pictures, latent, build_manifest(self, plan, texts, prefixes))
+        return Result(pictures, latent, build_manifest(self, plan, prompts[0].text, prefixes), prefixes)
 
-    def _encode_prompts(self, plan: Plan, watch: Watch) -> tuple[list[TextStates], TextStates | None]:
-        """States of each different prompt, and of the negative where a step is guided."""
+    def _encode_prompts(self, plan: Plan, watch: Watch) -> tuple[list[EncodedPrompt], EncodedPrompt | None]:
+        """Each different prompt, and the negative where a step is guided."""
         from .tokenizer import load_tokenizer
 
-        watch.on_stage("reading the encoder")
+        watch.on_stage("reading the prompt")
         tokenizer = load_tokenizer(self.files.tokenizer)
         grids = [(1, reference.height, reference.width) for reference in plan.references]
-        for prompt in (*plan.request.prompt_list, *([plan.request.negative] if plan.guided else [])):
-            layout_tokens(prompt, tokenizer, grids)  # refuses what cannot be encoded before weights are read
-        encoder = self._network("encoder")
-        watch.on_stage("encoding the prompt")
+        prompts = dict.fromkeys((*plan.request.prompt_list, *([plan.request.negative] if plan.guided else [])))
+        # Before weights are read, for this refuses what cannot be encoded.
+        ids = {prompt: layout_tokens(prompt, tokenizer, grids).ids for prompt in prompts}
+        digests = tuple(reference.digest for reference in plan.references)
         vision: dict[str, Any] = {}  # features of each reference, shared by all prompts of the run
 
-        def encode(prompt: str) -> TextStates:
+        def encode(prompt: str) -> EncodedPrompt:
+            encoder = self._network("encoder")
+            watch.on_stage("encoding the prompt")
             text = encoder.encode(
                 tokenizer,
                 prompt,
@@ -115,18 +119,28 @@ class Pipeline:
                     f"{self.files.encoder.checkpoint.path.name}: the text states are not finite; the checkpoint holds "
                     "NaN or overflows in this dtype, try --dtype bf16 or fp32"
                 )
-            return text
+            return EncodedPrompt(text, text_origin(text, self._made_by("encoder")))
 
-        states = {prompt: encode(prompt) for prompt in dict.fromkeys(plan.request.prompt_list)}
-        negative = encode(plan.request.negative) if plan.guided else None
-        return [states[prompt] for prompt in plan.request.prompt_list], negative
+        def key(prompt: str) -> Hashable:
+            return ids[prompt], digests, self._made_by("encoder")
 
-    def _encode_references(self, plan: Plan, watch: Watch) -> list[Tensor]:
-        """Normalised latents [64, h, w] of the references."""
+        made = {prompt: self._prompts.get(partial(key, prompt), partial(encode, prompt)) for prompt in prompts}
+        negative = made[plan.request.negative] if plan.guided else None
+        return [made[prompt] for prompt in plan.request.prompt_list], negative
+
+    def _encode_references(self, plan: Plan, watch: Watch) -> list[EncodedReference]:
         if not plan.references:
             return []
         watch.on_stage("encoding the references")
-        return [self._encode_picture(reference.image, watch)[0] for reference in plan.references]
+
+        def name(reference: Reference) -> str:
+            return f"{reference.digest} {self._made_by('vae')}"
+
+        def encode(reference: Reference) -> EncodedReference:
+            latent = self._encode_picture(reference.image, watch)[0]
+            return EncodedReference(latent, name(reference))
+
+        return [self._references.get(partial(name, each), partial(encode, each)) for each in plan.references]
 
     def _encode_start(self, plan: Plan, watch: Watch) -> Start | None:
         """The picture to start from, and the mask of what may change."""
@@ -141,32 +155,33 @@ class Pipeline:
         """[1, 64, h, w], normalised, in the VAE's dtype."""
         vae = self._network("vae")
         pixels = images.to_vae_pixels(picture).to(self.device, self._vae_dtype)
+        self._make_room_for_vae(picture.size, decode=False)
         return vae.normalise(tiling.encode(vae, pixels, budget=self._free_bytes(), check_cancel=watch.check_cancel))
 
     def _sample(
         self,
         plan: Plan,
-        texts: list[TextStates],
-        negative: TextStates | None,
-        references: list[Tensor],
+        prompts: list[EncodedPrompt],
+        negative: EncodedPrompt | None,
+        references: list[EncodedReference],
         start: Start | None,
         watch: Watch,
     ) -> tuple[Tensor, list[PrefixFacts]]:
-        """The denoised latent [B, 64, h, w] and facts of the positive prefixes it was denoised behind."""
+        """The denoised latent [B, 64, h, w] and facts of the prefixes behind which it was denoised, positive first."""
         watch.on_stage("reading the transformer")
         dit: DiT = self._network("dit")
-        branch = Branch(dit, texts, references, self, plan.request.prefix_cache, watch.check_cancel)
-        unguided = None
         watch.on_stage("prefilling")
-        facts = branch.facts()
-        if negative is not None:
-            unguided = Branch(
-                dit, [negative] * len(texts), references, self, plan.request.prefix_cache, watch.check_cancel
-            )
-        noise = draw_noise((len(texts), self.files.dit.config.in_channels, *plan.grid), plan.noise_seed)
+
+        def branch(sides: list[EncodedPrompt]) -> Branch:
+            return Branch(dit, sides, references, self, plan, watch.check_cancel)
+
+        guided = branch(prompts)
+        unguided = None if negative is None else branch([negative] * len(prompts))
+        facts = guided.facts() + (unguided.facts() if unguided else [])
+        noise = draw_noise((len(prompts), self.files.dit.config.in_channels, *plan.grid), plan.noise_seed)
         watch.on_stage("denoising")
         latent = sample(
-            branch.velocity,
+            guided.velocity,
             noise.to(self.device),
             plan.schedule.sigmas,
             negative=unguided and unguided.velocity,
@@ -185,6 +200,7 @@ class Pipeline:
         pictures = []
         for row in latent.to(self._vae_dtype).split(1):
             watch.check_cancel()
+            self._make_room_for_vae((row.shape[-1] * vae.factor, row.shape[-2] * vae.factor), decode=True)
             pixels = tiling.decode(
                 vae, vae.denormalise(row), budget=self._free_bytes(), check_cancel=watch.check_cancel
             )
@@ -193,9 +209,12 @@ class Pipeline:
 
     def _network(self, name: str) -> Any:
         if name not in self._loaded:
+            made_by = self._made_by(name)
             dtype = self._vae_dtype if name == "vae" else self.dtype
-            self._loaded[name] = load.load(getattr(self.files, name), dtype, self.device)
-        return self._loaded[name]
+            part = getattr(self.files, name)
+            self._make_room(memory.weight_bytes(part, dtype))
+            self._loaded[name] = load.load(part, dtype, self.device), made_by
+        return self._loaded[name][0]
 
     def _release(self, name: str) -> None:
         if not self.keep_loaded:
@@ -203,17 +222,61 @@ class Pipeline:
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
+    def _made_by(self, name: str) -> str:
+        """A name of a network's weights and dtype: as loaded, else as its files are now."""
+        if name in self._loaded:
+            return self._loaded[name][1]
+        checkpoint = getattr(self.files, name).checkpoint
+        found = [file.stat() for file in checkpoint.files]
+        stamps = [(stat.st_size, stat.st_mtime_ns) for stat in found]
+        return f"{checkpoint.fingerprint} {stamps} {self._vae_dtype if name == 'vae' else self.dtype}"
+
+    def identity(self, codec: str) -> ModelIdentity:
+        """What the K and V of this pipeline's prefixes depend on besides their inputs."""
+        return ModelIdentity(self._made_by("dit"), str(self.dtype), codec, device=self.device.type)
+
+    def prefix_room(self, working: int) -> tuple[int | None, int]:
+        """Bytes for a prefix beside `working` bytes a step, on the device (None on a CPU) and in RAM: what is free,
+        and what stored prefixes would give up."""
+        ram = memory.available_ram() + self.store.nbytes(torch.device("cpu"))
+        free = self._free_bytes()
+        if free is None or self.kv_device == "cpu":
+            return None, ram
+        return free + self.store.nbytes(self.device) - working, ram
+
+    def fits_together(self) -> bool:
+        """Whether all three networks may stay loaded: they take at most half of the free memory."""
+        total = sum(memory.weight_bytes(part, self.dtype) for part in self.files.parts)
+        free = self._free_bytes()
+        return total <= (memory.available_ram() if free is None else free) // 2
+
     @property
     def _vae_dtype(self) -> torch.dtype:
         """The VAE's values can exceed what fp16 holds, so fp16 runs decode in fp32."""
         return torch.float32 if self.dtype == torch.float16 else self.dtype
 
-    def kv_storage_device(self, text_tokens: int, references: Sequence[Tensor]) -> torch.device:
-        """Where the prefix of such a text and references is kept."""
-        c = self.files.dit.config
-        tokens = text_tokens + sum(r.shape[-2] * r.shape[-1] for r in references)
-        needed = prefix_bytes(tokens, c.layers, c.heads, c.head_dim, self.dtype)
-        return placement(self.kv_device, self.device, needed, self._free_bytes())
+    def place(self, needed: int, working: int, head: Sequence[Unit] = ()) -> torch.device:
+        """Where a prefix is kept of which `needed` bytes are not on the device yet, beside `working` bytes a step.
+
+        Stored units that it begins with, `head`, stay where they are.
+        """
+        if self.device.type == "cpu" or self.kv_device != "auto":
+            return torch.device("cpu") if self.kv_device == "cpu" else self.device
+        return self.device if self._make_room(needed + working, head) else torch.device("cpu")
+
+    def _make_room(self, nbytes: int, sparing: Sequence[Unit] = ()) -> bool:
+        """Whether the device has so much free memory, after stored prefixes were moved to RAM for it."""
+        if self.device.type == "cpu":
+            return True
+        lacking = nbytes - self._free_bytes()
+        if lacking > 0:
+            ram = torch.device("cpu")
+            lacking -= self.store.release(lacking, self.device, "memory was short", to=ram, sparing=sparing)
+        return lacking <= 0
+
+    def _make_room_for_vae(self, size: tuple[int, int], decode: bool) -> None:
+        peak = tiling.peak_bytes(self.files.vae.config, *size, self._vae_dtype, decode=decode)
+        self._make_room(int(peak * tiling.WORKSPACE))
 
     def _free_bytes(self) -> int | None:
         """Free memory of the device, what PyTorch keeps for reuse included; None where nothing is known."""
@@ -221,51 +284,3 @@ class Pipeline:
             return None
         kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
         return torch.cuda.mem_get_info(self.device)[0] + kept
-
-
-class Branch:
-    """One side of the guidance: a prefix per different prompt, and the velocity of a batch behind them."""
-
-    def __init__(
-        self,
-        dit: DiT,
-        texts: Sequence[TextStates],
-        references: Sequence[Tensor],
-        pipeline: Pipeline,
-        cached: bool,
-        check_cancel: Callable[[], None],
-    ) -> None:
-        self.dit = dit
-        self.texts = texts
-        self.references = [r.to(pipeline.device, pipeline.dtype) for r in references]
-        self.pipeline = pipeline
-        self.cached = cached
-        self.check_cancel = check_cancel
-        self._prefixes: dict[int, Prefix] = {}
-
-    def facts(self) -> list[PrefixFacts]:
-        """Facts of each different prompt's prefix, computing those that are missing."""
-        prefixes = {id(text): self._prefix(text) for text in self.texts}
-        return [PrefixFacts(prefix.layout, prefix.nbytes) for prefix in prefixes.values()]
-
-    def velocity(self, x: Tensor, sigma: float) -> Tensor:
-        """v [B, C, h, w]. Rows of one prompt run as one batch, different prompts one after another."""
-        if not self.cached:
-            self._prefixes.clear()
-        result = torch.empty_like(x)
-        for text in {id(text): text for text in self.texts}.values():
-            rows = [i for i, other in enumerate(self.texts) if other is text]
-            result[rows] = self.dit.denoise(x[rows].to(self.pipeline.dtype), sigma, self._prefix(text)).float()
-        return result
-
-    def _prefix(self, text: TextStates) -> Prefix:
-        if id(text) not in self._prefixes:
-            states = text.states.to(self.pipeline.device, self.pipeline.dtype)
-            self._prefixes[id(text)] = self.dit.prefill(
-                states,
-                self.references,
-                text.image_slots,
-                storage=self.pipeline.kv_storage_device(len(states), self.references),
-                check_cancel=self.check_cancel,
-            )
-        return self._prefixes[id(text)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -12,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ...qwen21.errors import UserError
-from ...qwen21.prefix import Prefix
-from ...qwen21.sequence import settle_slots
-from ..common import LATENTS, SLOTS
+from ...qwen21.prefix import Origins, Prefix, PrefixInputs, Reuse, unit_keys
+from ...qwen21.sequence import PrefixLayout, prefix_layout, settle_slots
+from ..common import LATENTS, ORIGIN, SLOTS
 
 log = logging.getLogger(__name__)
 
@@ -23,16 +22,32 @@ log = logging.getLogger(__name__)
 class Condition:
     """One side of the guidance for one run: texts [T, W], normalised latents [64, h, w], slots, and its prefixes.
 
-    Without attributes `dtype` or `device`: ComfyUI would cast it like a tensor.
+    `keys` are the names of each text's units in the prefix store. Without attributes `dtype` or `device`: ComfyUI
+    would cast it like a tensor.
     """
 
     texts: list[Tensor]
     references: list[Tensor]
     slots: tuple[int, ...]
-    key: str
+    keys: list[tuple[str, ...]]
     stable: bool = True  # False where hooks may change weights between steps, so that no prefix outlives its step
     prefixes: dict[int, Prefix] = field(default_factory=dict)
-    free_bytes: Callable[[torch.device], int] | None = None  # asks the MODEL's patcher
+    reuse: dict[int, Reuse] = field(default_factory=dict)  # what became of each text's prefix
+    model: Any = None  # the base model it is sampled with
+
+    @property
+    def key(self) -> tuple[tuple[str, ...], ...]:
+        """Equal conditions have equal keys."""
+        return tuple(self.keys)
+
+    def layout(self, row: int) -> PrefixLayout:
+        """Of one text's prefix."""
+        return prefix_layout(len(self.texts[row]), self.slots, [tuple(r.shape[-2:]) for r in self.references])
+
+    def inputs(self, row: int, x: Tensor) -> PrefixInputs:
+        """What one text's prefix is prefilled from, on the device and in the dtype of the target `x`."""
+        references = [latent.to(x) for latent in self.references]
+        return PrefixInputs(self.texts[row].to(x), references, self.slots, self.keys[row])
 
     @property
     def tokens(self) -> int:
@@ -51,13 +66,14 @@ def condition_of(cond: Mapping[str, Any], normalise: Callable[[Tensor], Tensor])
     if states is None:
         raise UserError("the conditioning holds no text states; wire Qwen21EncodePrompt into the sampler")
     texts = [_kept(row, cond.get("attention_mask"), i) for i, row in enumerate(states)]
-    references = [normalise(_latent(latent, i)) for i, latent in enumerate(cond.get(LATENTS) or [], 1)]
-    slots, warning = settle_slots(_slots(cond), len(references), len(texts[0]))
+    latents = [_latent(latent, i) for i, latent in enumerate(cond.get(LATENTS) or [], 1)]
+    slots, warning = settle_slots(_slots(cond), len(latents), len(texts[0]))
     if warning:
         log.warning("Qwen-Image 2.1: %s", warning)
-    references = [reference[0] for reference in references]
-    stable = cond.get("hooks") is None
-    return Condition(texts, references, slots, _digest([*texts, *references], slots), stable)
+    origins = Origins.from_facts(cond.get(ORIGIN) or {})
+    keys = [unit_keys(text, latents, slots, origins) for text in texts]
+    references = [normalise(latent)[0] for latent in latents]
+    return Condition(texts, references, slots, keys, stable=cond.get("hooks") is None)
 
 
 def prefix_tokens(cond: Mapping[str, Any]) -> int:
@@ -91,13 +107,3 @@ def _latent(latent: Tensor, index: int) -> Tensor:
             "the Qwen-Image 2.1 VAE, one picture each"
         )
     return latent
-
-
-def _digest(tensors: list[Tensor], slots: tuple[int, ...]) -> str:
-    """Content of a condition: equal ones run as one batch."""
-    digest = hashlib.blake2b(repr(slots).encode(), digest_size=16)
-    for tensor in tensors:
-        data = tensor.detach().cpu().contiguous()
-        digest.update(f"{tuple(data.shape)}{data.dtype}".encode())
-        digest.update(data.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -24,11 +24,13 @@ KEPT_FEATURES = 16  # vision features remembered by the content of their pixels
 class Qwen21Encoder:
     """Qwen3-VL and its tokenizer. `patcher` is what ComfyUI's memory management and caches know."""
 
-    def __init__(self, patcher: Any, tokenizer: Any, name: str, weights: str) -> None:
+    def __init__(self, patcher: Any, tokenizer: Any, name: str, weights: str, fingerprint: str) -> None:
         self.patcher = patcher
         self.tokenizer = tokenizer
         self.name = name
         self.weights = weights
+        module = patcher.model  # what its states depend on besides their inputs
+        self.identity = f"{fingerprint} {module.compute_dtype} {patcher.load_device.type}"
         self._features: OrderedDict[str, Any] = OrderedDict()
 
     def encode(self, prompt: str, references: Sequence[Reference] = (), keep_image_pads: bool = False) -> Any:
@@ -75,7 +77,8 @@ def load_encoder(path: str, dtype: str = "default", device: str = "default", dis
     patcher = patcher_class(disable_dynamic)(module, load_device=load_device, offload_device=offload_device)
     patcher.cached_patcher_init = (_encoder_patcher, (path, dtype, device))
     tokenizer = load_tokenizer(_tokenizer_folder(Path(path), part.config.text.vocabulary))
-    return Qwen21Encoder(patcher, tokenizer, part.checkpoint.path.name, part.identity.quantization)
+    identity = f"{part.checkpoint.fingerprint} {weights}"
+    return Qwen21Encoder(patcher, tokenizer, part.checkpoint.path.name, part.identity.quantization, identity)
 
 
 def _encoder_patcher(path: str, dtype: str, device: str, disable_dynamic: bool = False) -> Any:

@@ -35,6 +35,11 @@ def free_bytes(patcher: comfy.model_patcher.ModelPatcher, device: torch.device) 
     return int(ask(device) if ask else comfy.model_management.get_free_memory(device))
 
 
+def free_ram() -> int:
+    """Available RAM in bytes."""
+    return int(comfy.model_management.get_free_memory(torch.device("cpu")))
+
+
 def choices(slot: str) -> list[str]:
     """What a loader's combo lists: files of the slot's folder, then whole-model folders, marked by a final slash."""
     files = [name for name in folder_paths.get_filename_list(FOLDERS[slot]) if name.endswith(".safetensors")]

@@ -23,15 +23,15 @@ from ...qwen21.checkpoint.load import Component, fill, find_dit, folder_schedule
 from ...qwen21.config import LATENT_PIXELS, LATENTS_MEAN, LATENTS_STD, ScheduleConfig
 from ...qwen21.dit import DiT
 from ...qwen21.errors import UserError
-from ...qwen21.memory import step_bytes
-from ...qwen21.prefix import Prefix, placement, prefix_bytes
+from ...qwen21.memory import working_bytes
+from ...qwen21.prefix import Prefix
 from ...qwen21.schedule import official_grid
 from .condition import Condition, condition_of, prefix_tokens
-from .host import DTYPES, check_cancel, free_bytes, patcher_class
+from .host import DTYPES, check_cancel, patcher_class
+from .prefixes import OPTIONS, PrefixStore, drop_prefixes
 
 log = logging.getLogger(__name__)
 
-OPTIONS = "qwen21_prefix"  # in transformer_options: {"cache": bool, "device": auto | gpu | cpu}
 UNSUPPORTED_PATCHES = ("single_block", "post_input", "attn1_patch", "double_block")
 
 
@@ -134,37 +134,22 @@ class ComfyDiT(DiT):
         """Velocity [B, 64, h, w]. Rows of the batch share the prefix of their condition."""
         condition = kwargs.get("qwen21")
         _refuse_unsupported(control, options, condition)
-        settings = options.get(OPTIONS, {})
         velocity = torch.empty_like(x)
         for row, rows in condition.rows(x.shape[0]):
-            prefix = self._prefix(condition, row, x, options, settings)
+            prefix = self._prefix(condition, row, x, options)
             velocity[rows] = self.denoise(x[rows], timestep[0], prefix, attend=_attention(options))
         return velocity
 
-    def _prefix(
-        self, condition: Condition, row: int, x: Tensor, options: dict[str, Any], settings: dict[str, Any]
-    ) -> Prefix:
-        """The prefix of one text of the condition: computed in a run's first step, dropped with the condition."""
-        cached = settings.get("cache", True) and condition.stable
-        if cached and row in condition.prefixes:
+    def _prefix(self, condition: Condition, row: int, x: Tensor, options: dict[str, Any]) -> Prefix:
+        """The prefix of one text of the condition: found or computed in a run's first step, let go at its end."""
+        if row in condition.prefixes:
             return condition.prefixes[row]
-        prefix = self.prefill(
-            condition.texts[row].to(x),
-            [latent.to(x) for latent in condition.references],
-            condition.slots,
-            storage=self._storage(condition, x, settings),
-            attend=_attention(options),
-            check_cancel=check_cancel,
-        )
-        if cached:
+        prefilling = {"attend": _attention(options), "check_cancel": check_cancel}
+        prefix, reuse = condition.model.prefix_store.prefix(condition, row, x, options, prefilling)
+        condition.reuse.setdefault(row, reuse)
+        if reuse.kind != "off":
             condition.prefixes[row] = prefix
         return prefix
-
-    def _storage(self, condition: Condition, x: Tensor, settings: dict[str, Any]) -> torch.device:
-        """Where the condition's prefixes are kept."""
-        c = self.config
-        needed = prefix_bytes(condition.tokens, c.layers, c.heads, c.head_dim, x.dtype)
-        return placement(settings.get("device", "auto"), x.device, needed, condition.free_bytes(x.device))
 
 
 def _refuse_unsupported(control: Any, options: dict[str, Any], condition: Condition | None) -> None:
@@ -225,6 +210,7 @@ class Qwen21Model(_LoraBase):
         )
         self.part, self.turbo, self.schedule = part, turbo, schedule
         self.plain_sampling = self.model_sampling
+        self.prefix_store = PrefixStore(self, part.checkpoint.fingerprint)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -232,17 +218,20 @@ class Qwen21Model(_LoraBase):
 
     def extra_conds(self, **kwargs: Any) -> dict[str, Any]:
         condition = condition_of(kwargs, self.process_latent_in)
-        condition.free_bytes = lambda device: free_bytes(self.current_patcher, device)
+        condition.model = self
         return {"qwen21": OpaqueCond(condition)}
 
     def extra_conds_shapes(self, **kwargs: Any) -> dict[str, list[int]]:
-        return {"qwen21": [1, 1, prefix_tokens(kwargs)]}
+        to_come = self.prefix_store.bytes_to_come(condition_of(kwargs, self.process_latent_in))
+        return {"qwen21": [1, 1, prefix_tokens(kwargs)], "qwen21_bytes": [1, 1, to_come]}
 
     def memory_required(self, input_shape: list[int], cond_shapes: dict[str, list[list[int]]] | None = None) -> int:
-        """Bytes of a step's activations, of the prefixes it reads, and of one layer's joined keys and values."""
-        prefixes = [shape[-1] for shape in (cond_shapes or {}).get("qwen21", [])]
-        tokens = input_shape[-1] * input_shape[-2]
-        return step_bytes(self.diffusion_model.config, input_shape[0], tokens, prefixes, self.compute_dtype)
+        """Bytes of a step's activations, of one layer's joined keys and values, and of the prefixes that a run adds."""
+        shapes = cond_shapes or {}
+        prefixes, to_come = ([shape[-1] for shape in shapes.get(name, [])] for name in ("qwen21", "qwen21_bytes"))
+        tokens, longest = input_shape[-1] * input_shape[-2], max(prefixes, default=0)
+        config = self.diffusion_model.config
+        return working_bytes(config, input_shape[0], tokens, longest, self.compute_dtype) + sum(to_come)
 
 
 def load_model(path: str, dtype: str = "default", disable_dynamic: bool = False) -> Any:
@@ -263,6 +252,8 @@ def load_model(path: str, dtype: str = "default", disable_dynamic: bool = False)
     model.device = offload_device
     patcher = patcher_class(disable_dynamic)(model, load_device=load_device, offload_device=offload_device)
     patcher.cached_patcher_init = (load_model, (path, dtype))
+    model.prefix_store.device = load_device
+    patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_CLEANUP, _register_store)
     patcher.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.OUTER_SAMPLE, "qwen21", _use_official_grid)
     return patcher
 
@@ -296,19 +287,17 @@ def _use_official_grid(executor: Any, noise: Tensor, latent_image: Tensor, sampl
     else:
         log.info("Qwen-Image 2.1: the simple grid became the %s schedule", "Turbo" if patcher.model.turbo else "base")
         sigmas = official
+    if isinstance(patcher.model, Qwen21Model):
+        patcher.model.prefix_store.begin(patcher)
     try:
         return executor(noise, latent_image, sampler, sigmas, *rest, **kw)
     finally:
-        _drop_prefixes(executor.class_obj)
+        drop_prefixes(executor.class_obj)
 
 
-def _drop_prefixes(guider: Any) -> None:
-    """An interrupted guider keeps its conditions, and as a node's output it may live long: its K/V must not."""
-    for entries in getattr(guider, "conds", {}).values():
-        for entry in entries:
-            held = entry.get("model_conds", {}).get("qwen21")
-            if held is not None:
-                held.cond.prefixes.clear()
+def _register_store(patcher: Any) -> None:
+    """After a run: clones of the loader's patcher share its model, and so its store."""
+    patcher.model.prefix_store.patcher.register()
 
 
 def is_ours(patcher: Any) -> bool:
@@ -320,10 +309,9 @@ def is_cores(patcher: Any) -> bool:
     return type(patcher.model).__name__ == "QwenImage21"
 
 
-def with_prefix_options(patcher: Any, cache: bool, device: str | None = None) -> Any:
-    """A clone that keeps its prefixes as asked; without a `device`, where the MODEL kept them before."""
+def with_prefix_options(patcher: Any, **settings: Any) -> Any:
+    """A clone that keeps its prefixes as asked, and otherwise as the MODEL did before (see `PrefixSettings`)."""
     clone = patcher.clone()
     options = clone.model_options["transformer_options"]
-    settings = options.get(OPTIONS, {}) | {"cache": cache} | ({"device": device} if device else {})
-    clone.model_options["transformer_options"] = options | {OPTIONS: settings}
+    clone.model_options["transformer_options"] = options | {OPTIONS: options.get(OPTIONS, {}) | settings}
     return clone

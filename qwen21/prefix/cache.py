@@ -1,35 +1,80 @@
-"""K and V of one prefix, for every layer of the transformer."""
+"""K and V of one prefix: a chain of units, each packed by a codec, read layer by layer."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ..sequence import PrefixLayout
+from .codecs import Codec, Parts
+from .transfer import HostBuffer, LayerReader, same_device
+
+Device = torch.device | str
+
+
+class Unit:
+    """Rotated keys and values of one unit of a prefix, packed, for every layer.
+
+    Prefixes that begin alike share units. Once filled, a unit never changes but for where it lies; `seconds` is what
+    its prefill took, and so what reusing it saves.
+    """
+
+    def __init__(self, tokens: int, codec: Codec) -> None:
+        self.tokens = tokens
+        self.codec = codec
+        self.layers: list[tuple[Parts, Parts]] = []
+        self.seconds = 0.0
+        self._buffer: HostBuffer | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for layer in self.layers for parts in layer for part in parts)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the unit lies; on the way from one device to another, where its first layer is."""
+        return self.layers[0][0][0].device
+
+    def append(self, k: Tensor, v: Tensor, storage: torch.device, layers: int) -> None:
+        """Pack the next of `layers` layers: k, v [1, H, n, D], which the unit may keep as they are."""
+        packed = self.codec.encode(k, v)
+        if not same_device(storage, k.device):
+            if self._buffer is None and storage.type == "cpu":
+                self._buffer = HostBuffer(_aligned(packed) * layers, k.device)
+            packed = _moved(packed, storage, self._buffer)
+        self.layers.append(packed)
+
+    def settle(self) -> None:
+        """Wait until every layer has arrived where it is kept."""
+        if self._buffer is not None:
+            self._buffer.settle()
+
+    def move(self, device: Device) -> None:
+        """Carry every layer to another device. Who reads the unit at that moment keeps what was read."""
+        device = torch.device(device)
+        if not self.layers or same_device(self.device, device):
+            return
+        buffer = None
+        if device.type == "cpu":
+            buffer = HostBuffer(sum(_aligned(layer) for layer in self.layers), self.device)
+        for i, layer in enumerate(self.layers):
+            self.layers[i] = _moved(layer, device, buffer)
+        self._buffer = buffer
+        self.settle()
+
+    def decode(self, layer: tuple[Parts, Parts], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """k, v [1, H, n, D] of a layer's packed parts."""
+        return self.codec.decode_keys(layer[0], dtype), self.codec.decode_values(layer[1], dtype)
 
 
 class Prefix:
-    """Rotated keys and values of all prefix tokens, [1, H, P, D] per layer.
+    """The units of one prefix, in order. It serves a whole batch."""
 
-    Each layer owns two buffers of the prefix's final length. Segments are copied in as they are computed, so the cache
-    pins nothing else: no view keeps a larger activation alive. One prefix serves a whole batch by expansion. `device`
-    is where it is kept; layers are copied from there to the tensors that attend to them.
-    """
-
-    def __init__(
-        self,
-        layout: PrefixLayout,
-        *,
-        layers: int,
-        heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
+    def __init__(self, layout: PrefixLayout, units: Sequence[Unit] = ()) -> None:
         self.layout = layout
-        shape = (1, heads, layout.length, head_dim)
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.units = list(units)
 
     @property
     def length(self) -> int:
@@ -37,34 +82,18 @@ class Prefix:
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in (*self.keys, *self.values))
+        return sum(unit.nbytes for unit in self.units)
 
-    def extend(self, layer: int, offset: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v [1, H, n, D] of the tokens from `offset`; returns views [1, H, offset + n, D] up to their end."""
-        stop = offset + k.shape[2]
-        self.keys[layer][:, :, offset:stop] = k
-        self.values[layer][:, :, offset:stop] = v
-        return self.keys[layer][:, :, :stop].to(k.device), self.values[layer][:, :, :stop].to(k.device)
-
-    def joined(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """[prefix, target] keys and values [B, H, P + N, D] for a target's k, v [B, H, N, D]."""
-        if not self.length:
-            return k, v
-        kept = self.keys[layer].to(k.device), self.values[layer].to(v.device)
-        keys, values = (part.expand(k.shape[0], -1, -1, -1) for part in kept)
-        return torch.cat([keys, k], dim=2), torch.cat([values, v], dim=2)
+    def reader(self, device: torch.device, dtype: torch.dtype) -> LayerReader:
+        """Calls give one layer after another: k, v [1, H, n, D] of each unit, on `device`."""
+        return LayerReader(self.units, device, dtype)
 
 
-def prefix_bytes(tokens: int, layers: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of the K and V of `tokens` prefix tokens: 0.5 MiB each for the released model in bf16."""
-    return 2 * tokens * layers * heads * head_dim * dtype.itemsize
+def _aligned(layer: tuple[Parts, Parts]) -> int:
+    return sum(HostBuffer.aligned(part.nbytes) for parts in layer for part in parts)
 
 
-def placement(where: str, device: torch.device, needed: int, free: int | None) -> torch.device:
-    """Where a prefix of `needed` bytes is kept that `device` computes with: `where` is auto, gpu or cpu.
-
-    auto is the GPU while half of its free bytes hold the prefix, else RAM. The other half is for the steps.
-    """
-    if device.type == "cpu" or where == "cpu":
-        return torch.device("cpu")
-    return device if where == "gpu" or free is None or needed <= free // 2 else torch.device("cpu")
+def _moved(layer: tuple[Parts, Parts], device: torch.device, buffer: HostBuffer | None) -> tuple[Parts, Parts]:
+    carry = (lambda part: part.to(device)) if buffer is None else buffer.take
+    keys, values = (tuple(carry(part) for part in parts) for parts in layer)
+    return keys, values

@@ -130,3 +130,16 @@ def unpack(value: Any) -> Any:
 def shown(outputs: dict[str, Any], name: str = "out") -> Any:
     """What the ProbeShow `name` saw."""
     return unpack(json.loads(outputs[name]["shown"][0]))
+
+
+def against_fresh(graph: Graph, model: str = "") -> Graph:
+    """Beside the sampler `sample` a `fresh` one that stores no prefix and takes none, and `report`, if there is one."""
+    inputs = graph["sample"]["inputs"]
+    names = {"latent_image": "latent", "model": "model", "positive": "positive", "negative": "negative"}
+    same = {names.get(key, key): value for key, value in inputs.items() if key not in ("scheduler", "prefix_cache")}
+    if model:
+        same["model"] = [model, 0]
+    extra = {"fresh": sampler(**same, prefix_cache="off"), "fresh_out": show("fresh")}
+    if graph["sample"]["class_type"] == "Qwen21Sampler":
+        extra["report"] = show("sample", 1)
+    return graph | extra

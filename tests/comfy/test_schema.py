@@ -15,10 +15,13 @@ SNAPSHOT = ROOT / "tests" / "comfy" / "schemas.json"
 IDS = [
     "Qwen21LoadDiT", "Qwen21LoadEncoder", "Qwen21LoadVAE", "Qwen21AddReference", "Qwen21EncodePrompt",
     "Qwen21SpliceReferences", "Qwen21EmptyLatent", "Qwen21Schedule", "Qwen21Sampler", "Qwen21PrefixCache",
+    "Qwen21MemoryPlan",
 ]  # fmt: skip
 CORES = {"TextEncodeQwenImage21", "QwenImage21Cache"}  # core's own since 0.37
 SAME_EVERYWHERE = ("name", "display_name", "category", "description", "output", "output_name", "output_tooltips")
 FLAGS = ("output_node", "deprecated", "experimental")
+FILES = dict.fromkeys(("file", "transformer", "encoder", "vae"), "files")
+STAND_FOR = FILES | {"sampler_name": "core's samplers"}
 WIDGET = ("default", "min", "max", "step", "tooltip", "multiline", "dynamicPrompts", "control_after_generate", "lazy")
 
 
@@ -37,7 +40,7 @@ def input_of(name, declared):
     options = options_of(kind, settings)
     found = {"type": kind if options is None else "COMBO"} | {key: settings[key] for key in WIDGET if key in settings}
     if options is not None:
-        found["options"] = {"file": "files", "sampler_name": "core's samplers"}.get(name, options)
+        found["options"] = STAND_FOR.get(name, options)
     return found
 
 

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from qwen21 import attention
+from qwen21 import attention, dit
 from qwen21.config import DiTConfig
 from qwen21.dit import DiT, Modulation, TimestepEmbedder
 from qwen21.errors import UserError
@@ -110,11 +110,19 @@ def test_each_layer_reads_its_own_prefix(models):
         right = ours.denoise(x, 0.5, prefix)
         for a in range(3):
             for b in range(a):
-                for kept in (prefix.keys, prefix.values):
-                    kept[a], kept[b] = kept[b], kept[a]
+                for side in (0, 1):
+                    _swap(prefix, a, b, side)
                     assert (ours.denoise(x, 0.5, prefix) - right).abs().max() > 1e-3
-                    kept[a], kept[b] = kept[b], kept[a]
+                    _swap(prefix, a, b, side)
         assert torch.equal(ours.denoise(x, 0.5, prefix), right)
+
+
+def _swap(prefix, a, b, side):
+    """Swap the keys (0) or values (1) of two layers."""
+    for unit in prefix.units:
+        rows = [list(layer) for layer in unit.layers]
+        rows[a][side], rows[b][side] = rows[b][side], rows[a][side]
+        unit.layers = [tuple(row) for row in rows]
 
 
 def test_prefix_pins_nothing_else(models):
@@ -122,8 +130,10 @@ def test_prefix_pins_nothing_else(models):
     text, references, _ = inputs(8, 6, [(2, 2)], (2, 2))
     with torch.inference_mode():
         prefix = ours.prefill(text, references, [3])
-    for tensor in (*prefix.keys, *prefix.values):
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes == 2 * 10 * 128 * 4
+    for unit, tokens in zip(prefix.units, (7, 3), strict=True):
+        for (k,), (v,) in unit.layers:
+            for tensor in (k, v):
+                assert tensor.untyped_storage().nbytes() == tensor.nbytes == 2 * tokens * 128 * 4
     assert prefix.nbytes == 2 * 3 * 2 * 10 * 128 * 4
 
 
@@ -144,8 +154,34 @@ def test_segments_never_depend_on_what_follows(models):
     with torch.inference_mode():
         long = ours.prefill(text, references, [4, 8])
         head = ours.prefill(text[:4], references[:1], [4])  # a whole unit
-    for a, b in zip((*long.keys, *long.values), (*head.keys, *head.values), strict=True):
-        assert torch.equal(a[:, :, : b.shape[2]], b)
+        extended = ours.prefill(text, references, [4, 8], head=head.units)
+    assert _equal(long.units[:1], head.units) and len(long.units) == 3
+    assert extended.units[0] is head.units[0] and _equal(extended.units, long.units)
+
+
+def _equal(some, others):
+    """Whether units hold the same bits."""
+    return all(
+        torch.equal(a, b)
+        for one, other in zip(some, others, strict=True)
+        for layer, its in zip(one.layers, other.layers, strict=True)
+        for parts, its_parts in zip(layer, its, strict=True)
+        for a, b in zip(parts, its_parts, strict=True)
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 7, 100])
+def test_the_prefills_chunks_do_not_show(models, monkeypatch, chunk):
+    """A chunk may end within a text, within an image, or hold several segments."""
+    ours, _ = models
+    text, references, x = inputs(11, 19, [(3, 4), (4, 3)], (2, 3))
+    slots = [9, 9]
+    with torch.inference_mode():
+        expected = joint_pass(ours, text, references, slots, x, 0.4)
+        monkeypatch.setattr(dit, "PREFILL_CHUNK", chunk)
+        monkeypatch.setattr(attention, "CAUSAL_CHUNK", 3)
+        got = ours.denoise(x, 0.4, ours.prefill(text, references, slots))
+    assert (got - expected).abs().max() < 1e-5
 
 
 def test_positions_far_beyond_any_table():

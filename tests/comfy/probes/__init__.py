@@ -7,6 +7,8 @@ import comfy.model_management
 import comfy.patcher_extension
 import torch
 
+from .memory import MAPPINGS
+
 ANY = type("Any", (str,), {"__ne__": lambda self, other: False, "__hash__": str.__hash__})("*")
 
 
@@ -271,4 +273,4 @@ NODE_CLASS_MAPPINGS = {
         ProbeShow, ProbeModel, ProbePatch, ProbeClone, ProbeCoreConditioning, ProbeOther, ProbeLatent, ProbeMask,
         ProbeImage, ProbeSigmas, ProbeConditioning,
     )
-}  # fmt: skip
+} | MAPPINGS  # fmt: skip

@@ -1,0 +1,170 @@
+"""The prefixes of a MODEL: by way of its store where nothing acts on the model unseen, for one run otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...qwen21.memory import store_budget, working_bytes
+from ...qwen21.prefix import CODECS, Codec, ModelIdentity, Place, Prefix, PrefixInputs, Reuse, Unit, prefix_through
+from .host import free_bytes, free_ram
+from .identity import PatchDigest, Unseen, require_visible
+from .shelf import StorePatcher
+
+if TYPE_CHECKING:
+    from .condition import Condition
+
+log = logging.getLogger(__name__)
+
+OPTIONS = "qwen21_prefix"  # in transformer_options: the fields of PrefixSettings
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class PrefixSettings:
+    """How a MODEL keeps its prefixes. `budget` in GiB for all of them between runs, 0 for the default."""
+
+    cache: bool = True
+    device: str = "auto"
+    storage: str = "auto"
+    budget: float = 0.0
+
+
+class PrefixStore:
+    """A base model's store, as long-lived as the model."""
+
+    def __init__(self, model: Any, fingerprint: str) -> None:
+        self._model = model
+        self._fingerprint = fingerprint
+        self._digest = PatchDigest()
+        self._patcher: StorePatcher | None = None
+        self.device = torch.device("cpu")
+        self._upcoming: Any = None
+        self._counted: set[str] = set()
+
+    @property
+    def patcher(self) -> StorePatcher:
+        if self._patcher is None:
+            self._patcher = StorePatcher(self.device)
+        return self._patcher
+
+    def prefix(
+        self, condition: Condition, row: int, x: Tensor, options: dict[str, Any], prefilling: dict[str, Any]
+    ) -> tuple[Prefix, Reuse]:
+        """The prefix of one text of a condition for targets like `x` [B, 64, h, w]. Called within the model's forward,
+        where its weights, patches and hooks are in force; `prefilling` goes to `DiT.prefill`."""
+        settings = PrefixSettings(**options.get(OPTIONS, {}))
+        dit, inputs = self._model.diffusion_model, condition.inputs(row, x)
+        working = working_bytes(dit.config, x.shape[0], x.shape[-1] * x.shape[-2], inputs.layout.length, x.dtype)
+        codec = inputs.codec(settings.storage, dit, *self._room(settings, working, x.device))
+
+        def place(needed: int, head: Sequence[Unit]) -> torch.device:
+            return self._place(settings, needed + working, x.device, head)
+
+        if settings.cache and condition.stable:
+            try:
+                identity = self._identity(self._model.current_patcher, x, codec, options)
+            except Unseen as unseen:
+                reason = f"kept for this run only: {unseen}"
+            else:
+                store = self.patcher.store
+                store.budget = int(settings.budget * GIB) or store_budget()
+                return prefix_through(store, identity, dit, inputs, place, **prefilling)
+        else:
+            reason = "the prefix cache is off" if condition.stable else "hooks may change weights between steps"
+        kind = "miss" if settings.cache and condition.stable else "off"
+        prefix = self._for_now(CODECS[codec], inputs, place, prefilling)
+        return prefix, Reuse.of(prefix, 0, reason, kind)
+
+    def _for_now(self, codec: Codec, inputs: PrefixInputs, place: Place, prefilling: dict[str, Any]) -> Prefix:
+        """A prefix that the store does not get."""
+        dit = self._model.diffusion_model
+        storage = place(inputs.nbytes(dit, codec), ())
+        return dit.prefill(inputs.text, inputs.references, inputs.slots, codec=codec, storage=storage, **prefilling)
+
+    def _room(self, settings: PrefixSettings, working: int, device: torch.device) -> tuple[int | None, int]:
+        """Bytes for a prefix beside a step, on the device (None on a CPU) and in RAM: what is free, and what stored
+        prefixes would give up."""
+        store, ram = self.patcher.store, torch.device("cpu")
+        in_ram = free_ram() + store.nbytes(ram)
+        if device.type == "cpu" or settings.device == "cpu":
+            return None, in_ram
+        return free_bytes(self._model.current_patcher, device) + store.nbytes(device) - working, in_ram
+
+    def _identity(self, patcher: Any, x: Tensor, codec: str, options: dict[str, Any]) -> ModelIdentity:
+        require_visible(patcher, options)
+        patches = self._digest.of(patcher.patches)
+        return ModelIdentity(self._fingerprint, str(x.dtype), codec, patches, x.device.type)
+
+    def _place(self, settings: PrefixSettings, nbytes: int, device: torch.device, head: Sequence[Unit]) -> torch.device:
+        """Where a prefix is kept: on the device while `nbytes`, a step's too, fit after older ones left it, else in
+        RAM."""
+        if device.type == "cpu" or settings.device == "cpu":
+            return torch.device("cpu")
+        lacking = nbytes - free_bytes(self._model.current_patcher, device)
+        if lacking > 0:
+            lacking -= self.patcher.give_up(lacking, sparing=head)
+        return device if settings.device == "gpu" or lacking <= 0 else torch.device("cpu")
+
+    def begin(self, patcher: Any) -> None:
+        """Before a run, and before ComfyUI asks what it needs: `patcher` is about to sample."""
+        self._upcoming, self._counted = patcher, set()
+
+    def bytes_to_come(self, condition: Condition) -> int:
+        """Bytes that a condition's prefixes will add to the device: without what the store holds there already, and
+        without what another condition of the run was asked for before."""
+        if self._upcoming is None:
+            return 0
+        settings = PrefixSettings(**self._upcoming.model_options.get("transformer_options", {}).get(OPTIONS, {}))
+        if settings.device == "cpu":
+            return 0
+        c, dtype = self._model.diffusion_model.config, self._model.compute_dtype
+        codec = CODECS["native" if settings.storage == "auto" else settings.storage]
+        total = 0
+        for row in range(len(condition.texts)):
+            unseen = [
+                (key, tokens)
+                for key, tokens in self._absent(condition, row, settings, codec.name)
+                if key not in self._counted
+            ]
+            self._counted.update(key for key, _ in unseen)
+            total += sum(c.layers * codec.nbytes(n, c.heads, c.head_dim, dtype) for _, n in unseen)
+        return total
+
+    def _absent(self, condition: Condition, row: int, settings: PrefixSettings, codec: str) -> list[tuple[str, int]]:
+        """Key and tokens of the units of a text that are not on the device."""
+        keys, units = condition.keys[row], condition.layout(row).units
+        tokens = [unit[-1].stop - unit[0].offset for unit in units]
+        present = 0
+        if self._patcher is not None and settings.cache and condition.stable:
+            x = torch.empty(0, dtype=self._model.compute_dtype, device=self.device)
+            options = self._upcoming.model_options.get("transformer_options", {})
+            with contextlib.suppress(Unseen):
+                identity = self._identity(self._upcoming, x, codec, options)
+                present = self._patcher.store.holds(identity, keys, self.device)
+        return list(zip(keys, tokens, strict=True))[present:]
+
+
+def drop_prefixes(guider: Any) -> None:
+    """At a run's end: let go of its prefixes, which only the store may keep, and note what became of each.
+
+    An interrupted guider keeps its conditions, and as a node's output it may live long. `guider.qwen21_reuse` holds
+    the facts by condition name, for a report.
+    """
+    guider.qwen21_reuse = {}
+    for name, entries in getattr(guider, "conds", {}).items():
+        held = [entry.get("model_conds", {}).get("qwen21") for entry in entries]
+        conditions = [one.cond for one in held if one is not None]
+        facts = [reuse for condition in conditions for _, reuse in sorted(condition.reuse.items())]
+        for reuse in facts:
+            log.info("Qwen-Image 2.1: %s prefix: %s", name, reuse)
+        if facts:
+            guider.qwen21_reuse[name] = [reuse.timed_facts for reuse in facts]
+        for condition in conditions:
+            condition.prefixes.clear()

@@ -1,0 +1,111 @@
+"""The memory plan of a run, before anything is loaded."""
+
+import comfy.model_management
+from comfy_api.latest import io, ui
+
+from ..qwen21.config import MAX_REFERENCES
+from ..qwen21.options import KV_STORAGES
+from .bridge import host
+from .common import CATEGORY, batch_input, check_choices, size_inputs
+
+
+class Qwen21MemoryPlan(io.ComfyNode):
+    @classmethod
+    def define_schema(cls):
+        return io.Schema(
+            node_id="Qwen21MemoryPlan",
+            display_name="Qwen-Image 2.1 memory plan",
+            category=CATEGORY,
+            description="What a run will need, and whether it fits, from the files' headers alone: loads no weights.",
+            inputs=[
+                io.Combo.Input(
+                    "transformer", options=host.choices("dit"), tooltip="The file that Qwen21LoadDiT would load."
+                ),
+                io.Combo.Input(
+                    "encoder", options=host.choices("encoder"), tooltip="The file that Qwen21LoadEncoder would load."
+                ),
+                io.Combo.Input("vae", options=host.choices("vae"), tooltip="The file that Qwen21LoadVAE would load."),
+                *size_inputs("Of the output, in pixels."),
+                io.Int.Input(
+                    "references", default=0, min=0, max=MAX_REFERENCES, tooltip="How many pictures the edit looks at."
+                ),
+                io.Int.Input(
+                    "resolution",
+                    default=1024,
+                    min=32,
+                    max=4096,
+                    step=32,
+                    tooltip="Each reference has about resolution x resolution pixels, as in Qwen21AddReference.",
+                ),
+                batch_input(),
+                io.Boolean.Input(
+                    "guided", default=False, tooltip="With a negative prompt and a cfg other than 1: one more prefix."
+                ),
+                io.Combo.Input(
+                    "kv_storage",
+                    options=list(KV_STORAGES),
+                    default="auto",
+                    tooltip="How the prefix is kept. auto is native where that fits, else the next best that does.",
+                ),
+                io.Float.Input(
+                    "free_gib",
+                    default=0.0,
+                    min=0.0,
+                    max=4096.0,
+                    step=0.5,
+                    tooltip="GiB of free GPU memory to plan for; 0 asks this machine.",
+                ),
+            ],
+            outputs=[
+                io.String.Output("plan", display_name="plan", tooltip="Tables, bars and choices, as text."),
+                io.Image.Output("picture", display_name="picture", tooltip="A bar for each stage of the run."),
+            ],
+            is_output_node=True,
+        )
+
+    @classmethod
+    def validate_inputs(cls, transformer, encoder, vae):
+        chosen = {"dit": transformer, "encoder": encoder, "vae": vae}
+        strange = [choice for slot, choice in chosen.items() if choice not in host.choices(slot)]
+        return f"{strange[0]!r} is not among ComfyUI's model files" if strange else True
+
+    @classmethod
+    def fingerprint_inputs(cls, **inputs):
+        return float("nan")  # free memory changes: never from the cache
+
+    @classmethod
+    def execute(
+        cls, transformer, encoder, vae, width, height, references=0, resolution=1024, batch=1, guided=False,
+        kv_storage="auto", free_gib=0.0,
+    ):  # fmt: skip
+        from ..qwen21.checkpoint.load import find_dit, find_encoder, find_vae
+        from ..qwen21.images import to_pixels
+        from ..qwen21.memory import available_ram
+        from ..qwen21.memory_choice import GIB
+        from ..qwen21.memory_plan import Job, plan_memory
+        from ..qwen21.memory_show import describe, draw
+        from ..qwen21.prompt import canvas_size, reference_size
+
+        check_choices(kv_storage=(kv_storage, KV_STORAGES))
+        parts = {
+            "dit": find_dit(host.find("dit", transformer)),
+            "encoder": find_encoder(host.find("encoder", encoder)),
+            "vae": find_vae(host.find("vae", vae)),
+        }
+        canvas = canvas_size([], (width, height))
+        pictures = [reference_size(resolution, resolution, resolution)] * references
+        job = Job.typical(pictures, (canvas.width, canvas.height), batch, branches=2 if guided else 1)
+        free = int(free_gib * GIB) or free_on_gpu()
+        plan = plan_memory(parts, job, free=free, ram=available_ram(), codec=kv_storage)
+        text = describe(plan)
+        return io.NodeOutput(text, to_pixels(draw(plan))[None], ui=ui.PreviewText(text))
+
+
+def free_on_gpu():
+    """Bytes that a run could have: free ones, and what loaded models would give back. None without a GPU."""
+    device = comfy.model_management.get_torch_device()
+    if device.type == "cpu":
+        return None
+    loaded = [model for model in comfy.model_management.current_loaded_models if model.device == device]
+    given_back = sum(model.model_loaded_memory() for model in loaded)
+    return int(comfy.model_management.get_free_memory(device)) + given_back

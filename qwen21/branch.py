@@ -1,0 +1,99 @@
+"""One side of the guidance: a prefix per different prompt, and the velocity of a batch behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .dit import DiT
+from .memory import working_bytes
+from .prefix import CODECS, Origins, Prefix, PrefixInputs, Reuse, Unit, content, prefix_through, unit_keys
+from .sequence import PrefixLayout
+
+if TYPE_CHECKING:
+    from .encoded import EncodedPrompt, EncodedReference
+    from .pipeline import Pipeline
+    from .request import Plan
+
+
+@dataclass(frozen=True)
+class PrefixFacts:
+    """What a report says of a prefix, without keeping its tensors alive."""
+
+    layout: PrefixLayout
+    nbytes: int
+    reuse: Reuse
+
+
+class Branch:
+    """`prompts` holds one for each picture of the batch."""
+
+    def __init__(
+        self,
+        dit: DiT,
+        prompts: Sequence[EncodedPrompt],
+        references: Sequence[EncodedReference],
+        pipeline: Pipeline,
+        plan: Plan,
+        check_cancel: Callable[[], None],
+    ) -> None:
+        self.dit = dit
+        self.prompts = prompts
+        self.references = references
+        self.pipeline = pipeline
+        self.plan = plan
+        self.check_cancel = check_cancel
+        self._prefixes: dict[int, tuple[Prefix, Reuse]] = {}
+
+    def facts(self) -> list[PrefixFacts]:
+        """Facts of each different prompt's prefix, computing those that are missing."""
+        found = {id(prompt): self._prefix(prompt) for prompt in self.prompts}.values()
+        return [PrefixFacts(prefix.layout, prefix.nbytes, reuse) for prefix, reuse in found]
+
+    def velocity(self, x: Tensor, sigma: float) -> Tensor:
+        """v [B, C, h, w]. Rows of one prompt run as one batch, different prompts one after another."""
+        if not self.plan.request.prefix_cache:
+            self._prefixes.clear()
+        result = torch.empty_like(x)
+        for prompt in {id(prompt): prompt for prompt in self.prompts}.values():
+            rows = [i for i, other in enumerate(self.prompts) if other is prompt]
+            result[rows] = self.dit.denoise(x[rows].to(self.pipeline.dtype), sigma, self._prefix(prompt)[0]).float()
+        return result
+
+    def _prefix(self, prompt: EncodedPrompt) -> tuple[Prefix, Reuse]:
+        if id(prompt) not in self._prefixes:
+            self._prefixes[id(prompt)] = self._make(prompt)
+        return self._prefixes[id(prompt)]
+
+    def _make(self, prompt: EncodedPrompt) -> tuple[Prefix, Reuse]:
+        pipeline, states, slots = self.pipeline, prompt.text.states, prompt.text.image_slots
+        latents = [reference.latent for reference in self.references]
+        origins = Origins(prompt.origin, {content(each.latent): each.origin for each in self.references})
+        as_computed = {"device": pipeline.device, "dtype": pipeline.dtype}
+        inputs = PrefixInputs(
+            states.to(**as_computed),
+            [latent.to(**as_computed) for latent in latents],
+            slots,
+            unit_keys(states, latents, slots, origins),
+        )
+        h, w = self.plan.grid
+        rows = sum(other is prompt for other in self.prompts)
+        working = working_bytes(self.dit.config, rows, h * w, inputs.layout.length, pipeline.dtype)
+
+        def place(needed: int, head: Sequence[Unit]) -> torch.device:
+            return pipeline.place(needed, working, head)
+
+        codec = inputs.codec(pipeline.codec, self.dit, *pipeline.prefix_room(working))
+        if self.plan.request.prefix_cache:
+            identity = pipeline.identity(codec)
+            return prefix_through(pipeline.store, identity, self.dit, inputs, place, check_cancel=self.check_cancel)
+        kept = CODECS[codec]
+        storage = place(inputs.nbytes(self.dit, kept), ())
+        prefix = self.dit.prefill(
+            inputs.text, inputs.references, slots, codec=kept, storage=storage, check_cancel=self.check_cancel
+        )
+        return prefix, Reuse.of(prefix, 0, "the prefix cache is off", "off")

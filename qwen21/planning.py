@@ -1,0 +1,116 @@
+"""The command `plan`: from the arguments of `generate` to a memory plan, by headers and sizes alone."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from PIL import Image
+
+from . import images, memory, outputs
+from .checkpoint.load import ModelFiles
+from .config import LATENT_PIXELS
+from .errors import UserError
+from .memory_choice import GIB
+from .memory_plan import Job, MemoryPlan, plan_memory
+from .memory_show import describe, draw
+from .prompt import canvas_size, layout_tokens, reference_size
+from .request import Plan, Request, make_plan
+from .tokenizer import load_tokenizer
+
+SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
+ORIENTATION = 0x0112
+
+
+def run(a: argparse.Namespace, files: ModelFiles) -> int:
+    """Print the plan, and write its picture where one is asked for."""
+    if a.picture:
+        outputs.check_outputs(a.picture, None, 1, [*a.image, *files.paths])
+    made, warnings = plan_of(a, files)
+    for warning in warnings:
+        print(f"qwen21: warning: {warning}", file=sys.stderr)
+    print(describe(made), flush=True)
+    if a.picture:
+        images.save_png(draw(made), a.picture)
+    return 0
+
+
+def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple[str, ...]]:
+    """The plan of a run with these arguments, and what a run would warn of."""
+    free = _free_bytes(a)
+    dtype = outputs.pick_dtype(a.dtype, torch.device("cpu" if free is None else "cuda"))
+    originals = [picture_size(path) for path in a.image]
+    canvas = canvas_size(originals, a.size or a.canvas, a.resolution)
+    checked = _checked(a, (canvas.width, canvas.height), files)
+    files.check(encodes=bool(originals) or a.init_image is not None)
+    references = [reference_size(*original, a.resolution) for original in originals]
+    tokenizer = load_tokenizer(files.tokenizer)
+    grids = [(1, height // LATENT_PIXELS, width // LATENT_PIXELS) for width, height in references]
+    prompts = [a.prompt or "", *([a.negative] if checked.guided else [])]
+    job = Job.of(
+        [layout_tokens(prompt, tokenizer, grids) for prompt in prompts],
+        references,
+        checked.size,
+        a.batch,
+        start=a.init_image is not None,
+        shared=a.prefix_cache == "on",
+    )
+    made = plan_memory(
+        {"dit": files.dit, "encoder": files.encoder, "vae": files.vae},
+        job,
+        dtype,
+        free=free,
+        ram=memory.available_ram(),
+        placement=a.kv_device,
+        codec=a.kv_storage,
+    )
+    return made, (*([canvas.warning] if canvas.warning else []), *checked.warnings)
+
+
+def _checked(a: argparse.Namespace, size: tuple[int, int], files: ModelFiles) -> Plan:
+    """The arguments checked as a run checks them, but for the pictures' pixels, which are not read."""
+    return make_plan(
+        Request(
+            prompts=a.prompt or "",
+            negative=a.negative,
+            cfg=a.cfg,
+            cfg_ranges=tuple(a.cfg_range),
+            steps=a.steps,
+            schedule=a.schedule,
+            sigmas=a.sigmas,
+            seed=a.seed,
+            size=size,
+            resolution=a.resolution,
+            batch=a.batch,
+            prefix_cache=a.prefix_cache == "on",
+        ),
+        files,
+    )
+
+
+def _free_bytes(a: argparse.Namespace) -> int | None:
+    """Free memory of the GPU that is asked about; None where the CPU is to compute."""
+    if a.free is not None and not 0 < a.free < 2**20:
+        raise UserError(f"--free is {a.free:g}, expected the GiB that a device has free, such as 24")
+    if a.device == "cpu" or (a.device == "auto" and a.free is None and not torch.cuda.is_available()):
+        if a.free is not None:
+            raise UserError("--free asks about a GPU's memory, but --device is cpu; leave one of them out")
+        return None
+    if a.free is not None:
+        return int(a.free * GIB)
+    return torch.cuda.mem_get_info(outputs.pick_device(a.device))[0]
+
+
+def picture_size(path: Path) -> tuple[int, int]:
+    """(width, height) of a picture as `images.open_image` opens it, from its header. `UserError` as there."""
+    try:
+        if not path.is_file():
+            raise FileNotFoundError
+        Image.init()  # or a format that this Pillow was built without would be a KeyError
+        with Image.open(path, formats=[name for name in images.FORMATS if name in Image.OPEN]) as image:
+            sideways = image.getexif().get(ORIENTATION) in SIDEWAYS
+            return (image.height, image.width) if sideways else image.size
+    except Exception:  # decoders raise nearly anything; opening it says in words what is wrong, or that nothing is
+        return images.open_image(path).size

@@ -1,0 +1,175 @@
+"""How the keys and values of one unit of a prefix are kept: as they are, or packed into 8 bits until attention.
+
+A unit is a run of n tokens; one layer of it has rotated keys k and values v, each [1, H, n, D]. Packing is per token
+and head: 8-bit codes and one fp32 scale, the row's largest magnitude over the largest code. Two things come before the
+rounding, each where it was measured to win (tests/bench/codecs.py):
+
+- centring: the mean of each head and channel over the unit's tokens is subtracted, and added back in decoding. A
+  channel with a bias, as keys have them, then no longer sets the scale of the others.
+- rotation (int8 alone): an orthonormal Hadamard transform of the head dimension spreads a wide channel over all. fp8
+  has its own exponent per value, so a wide channel costs the others nothing, and spread its error does more harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+
+Parts = tuple[Tensor, ...]
+
+FP8 = torch.float8_e4m3fn
+LARGEST = {FP8: 448.0, torch.int8: 127.0}  # of the codes
+CENTRED_FROM = 8  # tokens: here the mean costs half of what the codes do, below 5 a unit would outgrow bf16
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How one tensor [1, H, n, D] is packed: `code` is the codes' dtype, None for as it is.
+
+    Packed parts are codes [1, H, n, D], scales [1, H, n, 1] fp32 and, where the unit is centred, its means [1, H, 1, D]
+    fp32. A NaN or an infinity is not hidden: its row, if centred its whole head, comes back with NaN.
+    """
+
+    code: torch.dtype | None = None
+    centred: bool = False
+    rotated: bool = False
+
+    def encode(self, x: Tensor) -> Parts:
+        if self.code is None:
+            return (x,)
+        x = x.detach().contiguous()  # sums round by memory order: one order, whatever the strides
+        if not self._centres(x.shape[2]):
+            return self._quantize(x.to(torch.float32, copy=True))
+        codes, scales = self._quantize(x - x.mean(2, keepdim=True, dtype=torch.float32))
+        # The mean that leaves the unit without a mean error: attention to many tokens averages the rest away.
+        return codes, scales, self._dequantize(codes, scales).sub_(x).mean(2, keepdim=True).neg_()
+
+    def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        if self.code is None:
+            return parts[0].to(dtype)
+        x = self._dequantize(*parts)
+        if dtype == torch.float16:  # rounding may lift a value of the input's above the largest finite one
+            x.clamp_(torch.finfo(dtype).min, torch.finfo(dtype).max)
+        return x.to(dtype)
+
+    def nbytes(self, tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of the packed form of [1, heads, tokens, head_dim] of `dtype`."""
+        if self.code is None:
+            return heads * tokens * head_dim * dtype.itemsize
+        means = torch.float32.itemsize * head_dim if self._centres(tokens) else 0
+        return heads * (tokens * (head_dim * self.code.itemsize + torch.float32.itemsize) + means)
+
+    def _centres(self, tokens: int) -> bool:
+        return self.centred and tokens >= CENTRED_FROM
+
+    def _quantize(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """fp32 x [1, H, n, D], which is overwritten -> codes [1, H, n, D] and scales [1, H, n, 1]."""
+        if self.rotated:
+            x = _hadamard(x)
+        scales = torch.linalg.vector_norm(x, torch.inf, dim=-1, keepdim=True).div_(LARGEST[self.code])
+        scales.clamp_min_(torch.finfo(torch.float32).tiny)  # rows of zeros; clamping keeps NaN
+        x.div_(scales)
+        codes = (x if self.code.is_floating_point else x.round_()).to(self.code)
+        return codes, scales.div_(_block(x)) if self.rotated else scales
+
+    def _dequantize(self, codes: Tensor, scales: Tensor, means: Tensor | None = None) -> Tensor:
+        """fp32 [1, H, n, D]."""
+        x = codes.to(torch.float32)
+        if self.rotated:
+            x = _hadamard(x)  # sums of small integers: exact, with TF32 too
+        return x.mul_(scales) if means is None else torch.addcmul(means, x, scales)
+
+
+def _block(x: Tensor) -> int:
+    """Size of the Hadamard blocks of a head dimension: the largest power of two that divides it."""
+    return x.shape[-1] & -x.shape[-1]
+
+
+def _hadamard(x: Tensor) -> Tensor:
+    """x [..., D] times the Sylvester matrix of ones and minus ones, whose square is its size times the identity.
+
+    The matrix is made anew each time, in a dozen small kernels: one kept per device would be a cache nobody empties.
+    """
+    size = _block(x)
+    index = torch.arange(size, device=x.device)
+    bits = index[:, None] & index
+    for shift in (8, 4, 2, 1):
+        bits = bits ^ (bits >> shift)  # folds the parity of the bits into the lowest
+    signs = (bits & 1).to(torch.float32).mul_(-2).add_(1)
+    return (x.unflatten(-1, (-1, size)) @ signs).flatten(-2)
+
+
+@dataclass(frozen=True)
+class Codec:
+    """One way of keeping a unit. Equal k and v give equal bytes; no unit's decoding depends on another.
+
+    `native` neither copies nor casts; it returns the tensors given, views too. int8 keeps the attention output to
+    about 1%, fp8 to 3 to 5%, at the same bytes.
+    """
+
+    name: str
+    keys: Packing
+    values: Packing
+
+    @property
+    def lossless(self) -> bool:
+        return self.keys.code is None and self.values.code is None
+
+    def encode(self, k: Tensor, v: Tensor) -> tuple[Parts, Parts]:
+        """k and v [1, H, n, D] of fp32, bf16 or fp16, left unchanged -> the packed tensors of each."""
+        return self.keys.encode(k), self.values.encode(v)
+
+    def decode_keys(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        """Packed keys -> [1, H, n, D]."""
+        return self.keys.decode(parts, dtype)
+
+    def decode_values(self, parts: Parts, dtype: torch.dtype) -> Tensor:
+        """Packed values -> [1, H, n, D]."""
+        return self.values.decode(parts, dtype)
+
+    def nbytes(self, tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Bytes of all packed tensors of one layer of one unit whose k and v are of `dtype`."""
+        return sum(half.nbytes(tokens, heads, head_dim, dtype) for half in (self.keys, self.values))
+
+
+_NATIVE = Packing()
+_FP8 = Packing(FP8, centred=True)
+_INT8 = Packing(torch.int8, centred=True, rotated=True)
+
+CODECS: Mapping[str, Codec] = {
+    codec.name: codec
+    for codec in (
+        Codec("native", _NATIVE, _NATIVE),
+        Codec("fp8", _FP8, _FP8),
+        Codec("fp8_v", _NATIVE, _FP8),
+        Codec("int8", _INT8, _INT8),
+    )
+}
+
+FIDELITY = ("native", "int8", "fp8_v", "fp8")  # the most faithful first; source: tests/bench/codecs.py
+
+
+def fitting_codec(sizes: Mapping[str, int], device: int | None, ram: int) -> str:
+    """The codec for a prefix of these bytes by codec, beside `device` bytes of room (None: RAM is all there is).
+
+    Native wherever it fits, the device or half of the available RAM; else the most faithful that does; else the
+    smallest.
+    """
+    for names in (FIDELITY[:1], FIDELITY[1:]):
+        for room in (device, ram // 2):
+            for name in names:
+                if room is not None and sizes[name] <= room:
+                    return name
+    return min(FIDELITY, key=lambda name: sizes[name])
+
+
+def codec_named(name: str) -> Codec:
+    """The codec of that name; `UserError` if there is none."""
+    if name not in CODECS:
+        raise UserError(f"there is no K/V codec {name!r}; choose one of {', '.join(CODECS)}")
+    return CODECS[name]

@@ -1,0 +1,134 @@
+"""What makes the units of a prefix, as short names: equal names, equal K and V.
+
+A unit's K and V follow from the text states and reference latents up to its end. A causal encoder makes the states of a
+prompt's head from the head alone, but rounds them differently behind another tail (2e-6 measured), so their bytes are
+no name that a new prompt could share. Their origin is: token ids, reference pixels, encoder. Others may change a tensor
+and keep the dictionary it came in, so an origin counts only while the content noted beside it still matches; else the
+content itself is the name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..sequence import ImageSegment, PrefixLayout, TextSegment, prefix_layout
+
+if TYPE_CHECKING:
+    from ..encoder import TextStates
+
+Picture = tuple[int, int, str]  # first and last + 1 of its tokens among the encoder's, and a name of its pixels
+
+
+@dataclass(frozen=True)
+class TextOrigin:
+    """What text states were made of. `kept` are the encoder's tokens they belong to, of all of its `ids`."""
+
+    encoder: str
+    ids: tuple[int, ...]
+    kept: tuple[int, ...]
+    pictures: tuple[Picture, ...]
+    content: str
+
+    def without(self, dropped: Sequence[range], states: Tensor) -> TextOrigin:
+        """The origin of `states`, which are those of this one without the `dropped` indices."""
+        gone = {index for span in dropped for index in span}
+        kept = tuple(token for index, token in enumerate(self.kept) if index not in gone)
+        return replace(self, kept=kept, content=content(states))
+
+    def upto(self, states: int) -> str:
+        """A name of all that the first `states` states follow from."""
+        if not states:
+            return ""
+        end = self.kept[states - 1] + 1
+        seen = [(start, stop, pixels) for start, stop, pixels in self.pictures if start < end]
+        return _named("origin", self.encoder, self.ids[:end], self.kept[:states], seen)
+
+
+@dataclass(frozen=True)
+class Origins:
+    """Where the inputs of a prefix come from: its text, and its latents by their content."""
+
+    text: TextOrigin | None = None
+    latents: Mapping[str, str] = field(default_factory=dict)
+
+    def facts(self) -> dict[str, Any]:
+        """As plain values, which travel in other programs' dictionaries."""
+        return {"text": None if self.text is None else asdict(self.text), "latents": dict(self.latents)}
+
+    @classmethod
+    def from_facts(cls, facts: Mapping[str, Any]) -> Origins:
+        """Also from JSON, which makes lists of tuples."""
+        text = facts.get("text")
+        return cls(None if text is None else TextOrigin(**_with_tuples(text)), facts.get("latents") or {})
+
+
+def unit_keys(
+    text: Tensor, references: Sequence[Tensor], slots: Sequence[int], origins: Origins = Origins()
+) -> tuple[str, ...]:
+    """A name for each unit of a prefix, each covering everything before it.
+
+    text [T, width] and references [..., h, w] are the tensors as their makers handed them on, before any cast.
+    """
+    layout = prefix_layout(len(text), slots, [tuple(r.shape[-2:]) for r in references])
+    origin = origins.text if origins.text is not None and origins.text.content == content(text) else None
+    keys: list[str] = []
+    above = ""
+    for unit in layout.units:
+        parts = [_segment(segment, text, references, origin, origins.latents) for segment in unit]
+        above = _named(above, parts)
+        keys.append(above)
+    return tuple(keys)
+
+
+def _segment(
+    segment: TextSegment | ImageSegment,
+    text: Tensor,
+    references: Sequence[Tensor],
+    origin: TextOrigin | None,
+    latents: Mapping[str, str],
+) -> tuple[object, ...]:
+    if isinstance(segment, ImageSegment):
+        name = content(references[segment.index])
+        return "image", segment.height, segment.width, latents.get(name, name)
+    stop = segment.first + segment.length
+    return "text", segment.length, origin.upto(stop) if origin else content(text[segment.first : stop])
+
+
+def text_origin(text: TextStates, encoder: str) -> TextOrigin:
+    """Where states came from, by the identity of the `encoder` (weights, dtype)."""
+    layout = text.layout
+    pads = len(text.states) > len(layout.kept)
+    kept = range(layout.drop, len(layout.ids)) if pads else layout.kept
+    spans = zip(layout.images, text.digests, strict=True)
+    pictures = tuple((span.start, span.stop, pixels) for span, pixels in spans)
+    return TextOrigin(encoder, tuple(layout.ids), tuple(kept), pictures, content(text.states))
+
+
+def content(tensor: Tensor) -> str:
+    """A name of a tensor's values, shape and dtype."""
+    data = tensor.detach().cpu().contiguous()
+    digest = hashlib.blake2b(f"{tuple(data.shape)}{data.dtype}".encode(), digest_size=16)
+    digest.update(data.view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
+def _with_tuples(facts: Mapping[str, Any]) -> dict[str, Any]:
+    pictures = tuple(tuple(picture) for picture in facts["pictures"])
+    return {**facts, "ids": tuple(facts["ids"]), "kept": tuple(facts["kept"]), "pictures": pictures}
+
+
+def _named(*parts: object) -> str:
+    return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
+
+
+def unit_names(layout: PrefixLayout) -> tuple[str, ...]:
+    """What people call each unit: the reference it ends with, or the text."""
+    return tuple(
+        f"reference {unit[-1].index + 1}" if isinstance(unit[-1], ImageSegment) else "the text" for unit in layout.units
+    )

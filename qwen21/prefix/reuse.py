@@ -1,0 +1,129 @@
+"""A prefix by way of the store: what is there is taken, the rest is prefilled and kept, and both are reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..sequence import PrefixLayout, prefix_layout
+from .cache import Prefix, Unit
+from .codecs import CODECS, Codec, fitting_codec
+from .keys import unit_names
+from .store import ModelIdentity, Store
+from .transfer import same_device
+
+if TYPE_CHECKING:
+    from ..dit import DiT
+
+# Bytes that the device does not hold yet, and stored units that the prefix begins with -> where the prefix is kept.
+Place = Callable[[int, Sequence[Unit]], torch.device]
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """What became of one prefix: `kind` is hit, partial, miss or off, tokens are counted, times are seconds, `codec`
+    and `device` say how and where it is kept."""
+
+    kind: str
+    reused: int
+    tokens: int
+    reason: str = ""
+    codec: str = "native"
+    device: str = "cpu"
+    spent: float = 0.0
+    saved: float = 0.0
+
+    @classmethod
+    def of(cls, prefix: Prefix, reused: int, reason: str, kind: str | None = None) -> Reuse:
+        """Of a prefix whose first `reused` units were there before."""
+        old, new = prefix.units[:reused], prefix.units[reused:]
+        return cls(
+            kind or ("miss" if not old else "partial" if new else "hit"),
+            sum(unit.tokens for unit in old),
+            prefix.length,
+            reason,
+            prefix.units[0].codec.name,
+            prefix.units[0].device.type,
+            sum(unit.seconds for unit in new),
+            sum(unit.seconds for unit in old),
+        )
+
+    def __str__(self) -> str:
+        """Such as `partial: 4111 of 4139 tokens reused, 1.21 s saved (the text is new)`."""
+        why = f" ({self.reason})" if self.reason else ""
+        why = why if self.codec == "native" else f", kept as {self.codec}{why}"
+        if self.kind == "hit":
+            return f"hit: all {self.tokens} tokens reused, {self.saved:.2f} s saved{why}"
+        if self.kind == "partial":
+            return f"partial: {self.reused} of {self.tokens} tokens reused, {self.saved:.2f} s saved{why}"
+        return f"{self.kind}: {self.tokens} tokens computed in {self.spent:.2f} s{why}"
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """As JSON, without the times: the same for the same run."""
+        names = ("kind", "reused", "tokens", "reason", "codec", "device")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def timed_facts(self) -> dict[str, Any]:
+        return {**self.facts, "spent": round(self.spent, 3), "saved": round(self.saved, 3)}
+
+
+@dataclass(frozen=True)
+class PrefixInputs:
+    """What `DiT.prefill` takes, and a name for each unit of it (`unit_keys`)."""
+
+    text: Tensor
+    references: Sequence[Tensor]
+    slots: Sequence[int]
+    keys: tuple[str, ...]
+
+    @cached_property
+    def layout(self) -> PrefixLayout:
+        return prefix_layout(len(self.text), self.slots, [tuple(r.shape[-2:]) for r in self.references])
+
+    def nbytes(self, dit: DiT, codec: Codec, stored: int = 0) -> int:
+        """Bytes of the prefix, but for its first `stored` units."""
+        c, dtype = dit.config, self.text.dtype
+        tokens = [unit[-1].stop - unit[0].offset for unit in self.layout.units[stored:]]
+        return sum(c.layers * codec.nbytes(n, c.heads, c.head_dim, dtype) for n in tokens)
+
+    def codec(self, name: str, dit: DiT, device: int | None, ram: int) -> str:
+        """A codec's name as it is; for `auto` the one that fits, see `fitting_codec`."""
+        if name != "auto":
+            return name
+        return fitting_codec({each: self.nbytes(dit, codec) for each, codec in CODECS.items()}, device, ram)
+
+
+def prefix_through(
+    store: Store,
+    identity: ModelIdentity,
+    dit: DiT,
+    inputs: PrefixInputs,
+    place: Place,
+    **prefill: Any,
+) -> tuple[Prefix, Reuse]:
+    """The prefix of some inputs: its stored head, and the rest prefilled and stored.
+
+    `place` says where to keep it; further keywords go to
+    `DiT.prefill`. Batches, both branches and later runs share what they have in common.
+    """
+    codec, device = CODECS[identity.codec], inputs.text.device
+    why = store.why_missing(identity, inputs.keys, unit_names(inputs.layout))
+    head = store.head(identity, inputs.keys)
+    absent = sum(unit.nbytes for unit in head if not same_device(unit.device, device))
+    storage = place(absent + inputs.nbytes(dit, codec, len(head)), head)
+    for unit in head:
+        unit.move(storage)
+    prefix = dit.prefill(
+        inputs.text, inputs.references, inputs.slots, head=head, codec=codec, storage=storage, **prefill
+    )
+    store.add(identity, inputs.keys, prefix.units)
+    reuse = Reuse.of(prefix, len(head), why)
+    store.count(reuse)
+    return prefix, reuse

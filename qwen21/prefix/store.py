@@ -1,0 +1,201 @@
+"""The prefix store: units of K and V that outlive a run, found again by what made them."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import torch
+
+from .cache import Unit
+from .transfer import same_device
+
+if TYPE_CHECKING:
+    from .reuse import Reuse
+
+REMEMBERED = 1024  # units given up whose reason is still known
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What else K and V depend on besides a prefix's inputs. Two are equal where their prefixes may be shared.
+
+    weights: the checkpoint's fingerprint; patches: a content hash of the LoRAs in force, or ''.
+    """
+
+    weights: str
+    dtype: str
+    codec: str
+    patches: str = ""
+    device: str = ""
+
+    NAMES = {"weights": "another checkpoint", "dtype": "another dtype", "codec": "another K/V codec",
+             "patches": "other LoRAs or strengths", "device": "another device"}  # fmt: skip
+
+    def changes(self, other: ModelIdentity) -> list[str]:
+        """What differs, in words."""
+        return [self.NAMES[f.name] for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
+
+
+Key = tuple[ModelIdentity, str]
+
+
+@dataclass
+class Statistics:
+    """What a store has done since it was made."""
+
+    hits: int = 0
+    partial: int = 0
+    misses: int = 0
+    tokens_reused: int = 0
+    tokens_computed: int = 0
+    seconds_saved: float = 0.0
+    evicted: int = 0
+
+
+class Store:
+    """Units by (model, what made them and all before them), within a budget of bytes; least recently used ones go.
+
+    Chains are used from their heads, so a unit is never kept longer than the ones before it. All methods may be called
+    from any thread. A unit that is given up lives on in the prefixes that hold it.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.statistics = Statistics()
+        self._units: OrderedDict[Key, Unit] = OrderedDict()  # least recently used first
+        self._parents: dict[Key, Key | None] = {}
+        self._gone: OrderedDict[Key, str] = OrderedDict()
+        self._latest: ModelIdentity | None = None
+        self._lock = threading.RLock()
+
+    def head(self, identity: ModelIdentity, keys: Sequence[str]) -> list[Unit]:
+        """The stored units that a chain begins with, as many as there are."""
+        with self._lock:
+            found: list[Unit] = []
+            for key in keys:
+                unit = self._units.get((identity, key))
+                if unit is None:
+                    break
+                found.append(unit)
+            self._touch(identity, keys[: len(found)])
+            return found
+
+    def holds(self, identity: ModelIdentity, keys: Sequence[str], device: torch.device | None = None) -> int:
+        """How many units of a chain are stored, from its first, on a device or on any. Counts as no use."""
+        with self._lock:
+            units = [self._units.get((identity, key)) for key in keys]
+            return next((i for i, unit in enumerate(units) if unit is None or not _lies(unit, device)), len(keys))
+
+    def add(self, identity: ModelIdentity, keys: Sequence[str], units: Sequence[Unit]) -> None:
+        """Keep a chain, as far as the budget goes: its head outlasts its tail."""
+        with self._lock:
+            self._latest = identity
+            parent: Key | None = None
+            kept = 0
+            for key, unit in zip(keys, units, strict=True):
+                if self._units.setdefault((identity, key), unit) is not unit:
+                    break  # another thread made this one too: what was made behind ours must not be found behind it
+                self._parents[identity, key] = parent
+                self._gone.pop((identity, key), None)
+                parent = identity, key
+                kept += 1
+            self._touch(identity, keys[:kept])
+            self._drop(self.nbytes() - self.budget, lambda unit: True, "the store's budget was full")
+
+    def why_missing(self, identity: ModelIdentity, keys: Sequence[str], names: Sequence[str]) -> str:
+        """Why the first of `keys` that is not stored is not; `names` say what people call each unit."""
+        with self._lock:
+            at = self.holds(identity, keys)
+            if at == len(keys):
+                return ""
+            if (gone := self._gone.get((identity, keys[at]))) is not None:
+                return f"{names[at]} was stored, but {gone}"
+            if self._latest is None:
+                return "nothing stored yet for this loaded model"
+            if identity != self._latest and not any(identity == known for known, _ in self._units):
+                return ", ".join(identity.changes(self._latest))
+            return f"new from {names[at]} on" if at < len(keys) - 1 else f"{names[at]} is new"
+
+    def nbytes(self, device: torch.device | None = None) -> int:
+        """Bytes stored, on a device or on all."""
+        with self._lock:
+            return sum(unit.nbytes for unit in self._units.values() if _lies(unit, device))
+
+    def release(
+        self,
+        nbytes: int,
+        device: torch.device | None,
+        why: str,
+        to: torch.device | None = None,
+        most: int | None = None,
+        sparing: Sequence[Unit] = (),
+    ) -> int:
+        """Free at least `nbytes` of what lies on `device`, oldest first, and return how many were freed.
+
+        Units move to the device `to` if given, at most `most` bytes of them, else they go. Those to be used now are
+        spared.
+        """
+        spared = {id(unit) for unit in sparing}
+        with self._lock:
+            if to is None:
+                return self._drop(nbytes, lambda unit: _lies(unit, device) and id(unit) not in spared, why)
+            freed = 0
+            for unit in list(self._units.values()):
+                if freed >= nbytes:
+                    break
+                if id(unit) not in spared and _lies(unit, device) and (most is None or freed + unit.nbytes <= most):
+                    freed += unit.nbytes
+                    unit.move(to)
+            return freed
+
+    def clear(self, why: str) -> None:
+        with self._lock:
+            self._drop(self.nbytes(), lambda unit: True, why)
+
+    def count(self, reuse: Reuse) -> None:
+        """Take a finished lookup into the statistics."""
+        with self._lock:
+            numbers = self.statistics
+            numbers.hits += reuse.kind == "hit"
+            numbers.partial += reuse.kind == "partial"
+            numbers.misses += reuse.kind == "miss"
+            numbers.tokens_reused += reuse.reused
+            numbers.tokens_computed += reuse.tokens - reuse.reused
+            numbers.seconds_saved += reuse.saved
+
+    def __len__(self) -> int:
+        return len(self._units)
+
+    def _touch(self, identity: ModelIdentity, keys: Sequence[str]) -> None:
+        for key in reversed(keys):  # the head last, so that it is the last to go
+            self._units.move_to_end((identity, key))
+
+    def _drop(self, nbytes: int, wanted: Callable[[Unit], bool], why: str) -> int:
+        freed = 0
+        for key, unit in list(self._units.items()):
+            if freed >= nbytes:
+                break
+            if key in self._units and wanted(unit):
+                freed += self._forget(key, wanted, why)
+        while len(self._gone) > REMEMBERED:
+            self._gone.popitem(last=False)
+        return freed
+
+    def _forget(self, key: Key, wanted: Callable[[Unit], bool], why: str) -> int:
+        """Drop a unit and those behind it, which cannot be found without it; returns the freed bytes that count."""
+        unit = self._units.pop(key)
+        del self._parents[key]
+        self._gone[key] = why
+        self.statistics.evicted += 1
+        freed = unit.nbytes if wanted(unit) else 0
+        for child in [child for child, parent in self._parents.items() if parent == key]:
+            freed += self._forget(child, wanted, why)
+        return freed
+
+
+def _lies(unit: Unit, device: torch.device | None) -> bool:
+    return device is None or same_device(unit.device, device)

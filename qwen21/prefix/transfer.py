@@ -1,0 +1,118 @@
+"""Carrying K and V between the device that computes and RAM, beside the computation where the device has streams."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .cache import Unit
+    from .codecs import Parts
+
+ALIGNMENT = 256  # bytes: any dtype may start there
+
+
+def same_device(a: torch.device, b: torch.device) -> bool:
+    """Whether two names mean one device: `cuda` and `mps` are the first of their kind, as tensors call it."""
+    return a.type == b.type and (a.index or 0) == (b.index or 0)
+
+
+class _Pages(mmap.mmap):
+    """Anonymous memory, whole pages of it, that goes back to the system at once, unlocked first where it was locked."""
+
+    locked: int | None = None  # address
+
+    def lock(self, address: int) -> bool:
+        """Page-lock for CUDA; False where the driver refuses."""
+        if int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0)) == 0:
+            self.locked = address
+        return self.locked is not None
+
+    def __del__(self) -> None:
+        if self.locked is not None:
+            torch.cuda.cudart().cudaHostUnregister(self.locked)
+
+
+class HostBuffer:
+    """RAM for one unit, page-locked where `source` is a CUDA device, that tensors are copied into one after another.
+
+    One block instead of many tensors: PyTorch's own pinned allocator rounds every one up to a power of two. Copies run
+    on a stream of their own; `settle` waits for them. Where locking is refused the memory works all the same, slower.
+    """
+
+    def __init__(self, nbytes: int, source: torch.device) -> None:
+        pages = _Pages(-1, max(nbytes, 1))
+        self._data = torch.frombuffer(pages, dtype=torch.uint8)  # holds the pages, as does every tensor taken from it
+        self._used = 0
+        self._stream = None
+        if source.type == "cuda" and pages.lock(self._data.data_ptr()):
+            self._stream = torch.cuda.Stream(source)
+
+    @staticmethod
+    def aligned(nbytes: int) -> int:
+        return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """A copy of `tensor` in this buffer; valid after `settle`."""
+        room = self._data[self._used : self._used + tensor.nbytes]
+        self._used += self.aligned(tensor.nbytes)
+        copy = room.view(tensor.dtype).view(tensor.shape)
+        if self._stream is None:
+            return copy.copy_(tensor)
+        self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
+        with torch.cuda.stream(self._stream):
+            copy.copy_(tensor, non_blocking=True)
+        tensor.record_stream(self._stream)
+        return copy
+
+    def settle(self) -> None:
+        """Wait for the copies."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+
+class LayerReader:
+    """The layers of some units, in order, on the device that computes.
+
+    While one layer is worked on, the next one's packed bytes are already on their way where units lie in RAM beside a
+    CUDA device. So layers must be asked for one after another, from the first.
+    """
+
+    def __init__(self, units: Sequence[Unit], device: torch.device, dtype: torch.dtype) -> None:
+        self._units = units
+        self._device, self._dtype = device, dtype
+        away = not all(same_device(unit.device, device) for unit in units)
+        self._stream = torch.cuda.Stream(device) if away and device.type == "cuda" else None
+        self._ahead: list[tuple[Parts, Parts]] = []
+        self._layers = min((len(unit.layers) for unit in units), default=0)
+        self._fetch(0)
+
+    def __call__(self, layer: int) -> list[tuple[Tensor, Tensor]]:
+        """k, v [1, H, n, D] of each unit's layer, decoded."""
+        packed = self._ahead
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            for parts in (parts for unit in packed for parts in unit):
+                for part in parts:
+                    part.record_stream(current)
+        self._fetch(layer + 1)
+        return [unit.decode(parts, self._dtype) for unit, parts in zip(self._units, packed, strict=True)]
+
+    def _fetch(self, layer: int) -> None:
+        """Start to bring a layer's packed parts."""
+        if layer >= self._layers:
+            self._ahead = []
+        elif self._stream is None:
+            self._ahead = [self._brought(unit.layers[layer]) for unit in self._units]
+        else:
+            with torch.cuda.stream(self._stream):
+                self._ahead = [self._brought(unit.layers[layer]) for unit in self._units]
+
+    def _brought(self, layer: tuple[Parts, Parts]) -> tuple[Parts, Parts]:
+        keys, values = (tuple(part.to(self._device, non_blocking=True) for part in parts) for parts in layer)
+        return keys, values

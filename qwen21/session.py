@@ -1,0 +1,103 @@
+"""Several jobs in one process, each finding what the ones before it left: `--repeat N` and `--session JOBS.json`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from .checked import short
+from .errors import UserError
+
+MAX_JOBS = 10_000
+SEEDS = 2**64
+# Flags of the whole process: a job cannot change what the others share.
+SHARED = ("model", "dit", "encoder", "vae", "tokenizer", "dtype", "device", "lora", "keep", "kv_storage", "kv_device",
+          "repeat", "session")  # fmt: skip
+
+EXAMPLE = '{"prompt": "a cat", "out": "cat.png"}'
+
+Parse = Callable[[Sequence[str]], argparse.Namespace]
+
+
+def expand(a: argparse.Namespace, parse: Parse) -> list[argparse.Namespace]:
+    """The jobs of a command line, each as the arguments of a `generate` of its own.
+
+    A session's job is a table of flags without dashes in front, whose values replace those of the command line. A
+    repeat moves the seed by one each time and numbers the outputs. `parse` reads flags as the command line does.
+    """
+    jobs = [a] if a.session is None else [_merged(a, job, i, parse) for i, job in enumerate(_read(a.session), 1)]
+    for i, job in enumerate(jobs, 1):
+        for flag in ("prompt", "out"):
+            if getattr(job, flag) is None:
+                where = "" if a.session is None else f"{a.session}: job {i}: "
+                raise UserError(f"{where}--{flag} is missing; see python -m qwen21 generate --help")
+    if not 1 <= a.repeat <= MAX_JOBS // len(jobs):
+        raise UserError(f"--repeat is {a.repeat}, expected 1 to {MAX_JOBS // len(jobs)}")
+    if a.repeat > 1:
+        jobs = [_repeated(job, i) for job in jobs for i in range(a.repeat)]
+    _require_own_files(jobs)
+    return jobs
+
+
+def _read(path: Path) -> list[Any]:
+    try:
+        jobs = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); check the path") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not JSON ({error}); expected a list of jobs") from error
+    if not isinstance(jobs, list) or not 1 <= len(jobs) <= MAX_JOBS:
+        raise UserError(
+            f'{path}: expected a list of 1 to {MAX_JOBS} jobs, such as [{{"prompt": "a cat", "out": "cat.png"}}]'
+        )
+    return jobs
+
+
+def _merged(a: argparse.Namespace, job: Any, number: int, parse: Parse) -> argparse.Namespace:
+    if not isinstance(job, dict):
+        raise UserError(f'{a.session}: job {number} is {short(job)}, expected a table such as {{"prompt": "a cat"}}')
+    merged = argparse.Namespace(**vars(a))
+    for key, value in job.items():
+        flag = key.replace("_", "-")
+        name = flag.replace("-", "_")
+        if name in SHARED:
+            raise UserError(f"{a.session}: job {number}: {short(key)} holds for all jobs; leave it to the command line")
+        if not hasattr(a, name) or name in ("command", "run"):
+            raise UserError(f"{a.session}: job {number}: there is no flag {short(key)}; see generate --help")
+        try:
+            setattr(merged, name, getattr(parse([f"--{flag}", *_words(value)]), name))
+        except UserError as error:
+            raise UserError(f"{a.session}: job {number}: {error}") from error
+    return merged
+
+
+def _words(value: Any) -> list[str]:
+    """A JSON value as the words of a command line."""
+    values = value if isinstance(value, list) else [value]
+    if not values or any(isinstance(one, (list, dict, bool)) or one is None for one in values):
+        raise UserError(f"got {short(value)}, expected a string, a number, or a list of them")
+    return [str(one) for one in values]
+
+
+def _repeated(job: argparse.Namespace, i: int) -> argparse.Namespace:
+    latent = job.save_latent and _numbered(job.save_latent, i)
+    changes = {"seed": (job.seed + i) % SEEDS, "out": _numbered(job.out, i), "save_latent": latent}
+    return argparse.Namespace(**(vars(job) | changes))
+
+
+def _numbered(path: Path, i: int) -> Path:
+    return path.with_name(f"{path.stem}-{i + 1}{path.suffix}")
+
+
+def _require_own_files(jobs: Sequence[argparse.Namespace]) -> None:
+    from .outputs import names
+
+    taken: dict[Path, int] = {}
+    for number, job in enumerate(jobs, 1):
+        for path in [*names(job.out, max(1, job.batch)), *([job.save_latent] if job.save_latent else [])]:
+            other = taken.setdefault(path.absolute(), number)
+            if other != number:
+                raise UserError(f"jobs {other} and {number} both write {str(path)!r}; give each an --out of its own")

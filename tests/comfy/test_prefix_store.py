@@ -1,0 +1,190 @@
+"""The prefix store in ComfyUI: what one run leaves to the next, and that no run gets what is not its own.
+
+Every picture is compared with one sampled beside it that uses no store at all.
+"""
+
+import pytest
+import torch
+
+from tests.comfy.graphs import custom_sampling, ksampler, node, prompt, sampler, show
+from tests.comfy.told import SEEDS, add, edit, encode, free, look, picture, tell, told_of
+
+
+@pytest.fixture(scope="module")
+def store(comfy):
+    """A new one, which knows nothing of other files' tests."""
+    free(comfy, free_memory=True)
+
+
+@pytest.fixture
+def stored(comfy, store):
+    """A store that holds the edit of two references; what earlier tests stored beside it begins otherwise."""
+    return tell(comfy, edit())
+
+
+# --- what changes between two runs ---------------------------------------------------------------------------------
+
+LEFT = node("ProbeMask", kind="left", height=64, width=64)
+SWAPPED = {"first": add("other"), "refs": add("picture", "first")}
+THIRD = {"third": picture(2), "more": add("third", "refs"), "pos": encode(references="more")}
+CHANGES = {  # kind, references reused, reason, nodes
+    "seed": ("hit", 2, "", {}),
+    "size": ("hit", 2, "", {"pos": encode(width=128, height=32)}),
+    "batch": ("hit", 2, "", {"pos": encode(batch=3)}),
+    "prompt": ("partial", 2, "the text is new", {"pos": encode("swap <image1> and <image2>")}),
+    "last word": ("partial", 2, "the text is new", {"pos": encode("put <image1> on <image2> now")}),
+    "empty prompt": ("partial", 2, "the text is new", {"pos": encode("")}),
+    "second picture": ("partial", 1, "new from reference 2 on", {"other": picture(4, 96, 3)}),
+    "first picture": ("miss", 0, "new from reference 1 on", {"picture": picture(1)}),
+    "order": ("miss", 0, "new from reference 1 on", SWAPPED),
+    "second alpha": ("partial", 1, "new from reference 2 on",
+                     {"mask": LEFT, "refs": add("other", "first", mask=["mask", 0])}),
+    "first alpha": ("miss", 0, "new from reference 1 on", {"mask": LEFT, "first": add("picture", mask=["mask", 0])}),
+    "second size": ("partial", 1, "new from reference 2 on", {"refs": add("other", "first", 96)}),
+    "first size": ("miss", 0, "new from reference 1 on", {"first": add("picture", resolution=96)}),
+    "a third": ("partial", 2, "new from reference 3 on", THIRD),
+    "only the first": ("partial", 1, "the text is new", {"pos": encode(references="first")}),
+    "the same twice": ("partial", 1, "new from reference 2 on", {"refs": add("picture", "first")}),
+    "no reference": ("miss", 0, "", {"pos": prompt("put <image1> on <image2>")}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["seed", "size", "batch"])
+def test_a_full_hit_is_bit_equal(comfy, stored, name):
+    told = tell(comfy, edit(**CHANGES[name][-1]))
+    assert told.reuse()["kind"] == "hit" and torch.equal(told.latent, told.fresh)
+    (summary,) = told.ran.outputs["sample"]["text"]
+    assert "positive prefix: hit: all 63 tokens reused" in summary and "s saved" in summary
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_run_pays_only_for_what_changed(comfy, stored, name):
+    kind, references, reason, nodes = CHANGES[name]
+    told_of(comfy, kind, references, reason, **nodes)
+    told_of(comfy, "hit", **nodes)
+
+
+def test_the_first_run_of_a_model_misses(comfy):
+    """And keeps exactly what it says, in memory of its own."""
+    told = tell(comfy, edit(model=["other_model", 0], look=look("other_model"), other_model=turbo()))
+    assert told.is_right()
+    facts = told.reuse()
+    assert facts["kind"] == "miss" and facts["reason"] == "nothing stored yet for this loaded model"
+    seen = told.ran.shown("look")
+    assert seen["units"] == 3 and seen["bytes"] == seen["storages"] == told.report["prefix"]["stored_bytes"]
+    assert seen["bytes"] == facts["tokens"] * 2 * 2 * 2 * 128 * 4  # K and V, layers, heads, head size, fp32
+
+
+def turbo():
+    """Another loader's output: the same weights in another file, or in another dtype."""
+    return node("Qwen21LoadDiT", file="qwen_image_2.1_turbo_tiny.safetensors", dtype="fp32")
+
+
+def test_the_negative_prompt_reuses_the_references_of_the_same_run(comfy):
+    nodes = {"neg": encode("blurry"), "cfg": 3.0, "negative": ["neg", 0]}
+    told = tell(comfy, edit(cleared=True, **nodes))
+    assert told.is_right()
+    sides = [told.reuse(side) for side in ("positive", "negative")]
+    assert sorted(facts["kind"] for facts in sides) == ["miss", "partial"]
+    (second,) = (facts for facts in sides if facts["kind"] == "partial")
+    assert second["reused"] == told.head(2) and second["reason"] == "the text is new"
+    again = tell(comfy, edit(**nodes))
+    assert again.is_right() and {again.reuse(side)["kind"] for side in ("positive", "negative")} == {"hit"}
+
+
+def test_the_report_tells_of_both_sides_where_they_are_one(comfy, stored):
+    """Guidance away from the very same prompt runs as one batch."""
+    told = tell(comfy, edit(cfg=3.0, negative=["pos", 0]))
+    assert torch.equal(told.latent, told.fresh)
+    assert told.reuse("positive")["kind"] == "hit"
+
+
+def test_a_changed_encoder_is_another_prompt_and_back_is_a_hit(comfy, stored):
+    """The loader's dtype: all that it encoded is found again when it comes back."""
+    encoder = node("Qwen21LoadEncoder", file="qwen3vl_tiny.safetensors", dtype="bf16", device="default")
+    told_of(comfy, "miss", 0, "new from reference 1 on", encoder=encoder)
+    told_of(comfy, "hit")
+
+
+def test_a_changed_vae_is_another_reference_and_back_is_a_hit(comfy, stored):
+    vae = node("Qwen21LoadVAE", file="qwen_image_2.1_vae_tiny.safetensors", dtype="bf16", alpha="keep")
+    told_of(comfy, "miss", 0, "new from reference 1 on", vae=vae)
+    told_of(comfy, "hit", vae=vae | {"inputs": vae["inputs"] | {"alpha": "over white"}})  # of decoding alone
+    told_of(comfy, "hit")
+
+
+# --- other samplers ------------------------------------------------------------------------------------------------
+
+
+def by_core(comfy, way, **nodes):
+    """What the log says of a run by core's samplers, whose picture is that of a fresh one by ours."""
+    number = next(SEEDS)
+    graph = edit(ksampler, seed=number, **nodes)
+    if way == "custom":
+        grid = node("Qwen21Schedule", schedule="base", steps=3, denoise=1.0, width=96, height=64)
+        graph |= custom_sampling(["grid", 0], grid=grid, noise=node("RandomNoise", noise_seed=number))
+    logged = len(comfy.server.log())
+    ran = comfy.run(graph | {"fresh": sampler(seed=number, prefix_cache="off"), "fresh_out": show("fresh")})
+    assert torch.equal(ran.latent, ran.shown("fresh_out")["samples"])
+    return comfy.server.log()[logged:]
+
+
+@pytest.mark.parametrize("way", ["ksampler", "custom"])
+def test_cores_samplers_share_the_store_with_ours(comfy, stored, way):
+    assert "positive prefix: hit: all 63 tokens reused" in by_core(comfy, way)
+    log = by_core(comfy, way, pos=encode(f"new to {way}"))
+    assert "positive prefix: partial: 45 of " in log and "(the text is new)" in log
+    told_of(comfy, "hit", pos=encode(f"new to {way}"))
+
+
+# --- core's conditioning nodes -------------------------------------------------------------------------------------
+
+DOG = prompt("a dog in the rain")
+AVERAGE = {"conditioning_to": ["pos", 0], "conditioning_from": ["dog", 0], "conditioning_to_strength": 0.4}
+PIXELS = node("VAEEncode", pixels=["other", 0], vae=["vae", 0])
+BETWEEN = {  # kind and references reused of the first run, nodes
+    "zero out": ("miss", 0, {"changed": node("ConditioningZeroOut", conditioning=["pos", 0])}),
+    "average": ("miss", 0, {"dog": DOG, "changed": node("ConditioningAverage", **AVERAGE)}),
+    "concat": ("miss", 0, {"dog": DOG, "changed": node("ConditioningConcat", conditioning_to=["pos", 0],
+                                                       conditioning_from=["dog", 0])}),
+    "reference": ("partial", 2, {"pixels": PIXELS, "changed": node("ReferenceLatent", conditioning=["pos", 0],
+                                                                latent=["pixels", 0])}),
+    "as core's": ("miss", 0, {"changed": node("ProbeCoreConditioning", conditioning=["pos", 0], slots="same",
+                                              latents=-1, frames=True)}),
+    "slots": ("miss", 0, {"changed": node("ProbeCoreConditioning", conditioning=["pos", 0], slots="2,20", latents=-1,
+                                          frames=False)}),
+    "range": ("hit", 0, {"changed": node("ConditioningSetTimestepRange", conditioning=["pos", 0], start=0.0,
+                                         end=1.0)}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_what_core_does_to_a_conditioning_never_meets_stale_keys(comfy, stored, name):
+    kind, references, nodes = BETWEEN[name]
+    first = tell(comfy, edit(positive=["changed", 0], **nodes))
+    assert torch.equal(first.latent, first.fresh)
+    assert first.reuse()["kind"] == kind and (kind == "hit" or first.reuse()["reused"] == first.head(references))
+    again = tell(comfy, edit(positive=["changed", 0], **nodes))
+    assert torch.equal(again.latent, again.fresh) and again.reuse()["kind"] == "hit"
+    told_of(comfy, "hit")
+
+
+def test_splicing_finds_what_encoding_with_the_vae_stored(comfy, stored):
+    """And the other way round: the same words, other seeds."""
+    splice = node("Qwen21SpliceReferences", conditioning=["open", 0], references=["refs", 0], vae=["vae", 0])
+    nodes = {"open": prompt("put <image1> on <image2>", references=["refs", 0]), "spliced": splice}
+    told_of(comfy, "hit", positive=["spliced", 0], **nodes)
+    nodes["open"] = prompt("turn <image1>", references=["refs", 0])
+    told_of(comfy, "partial", 2, "the text is new", positive=["spliced", 0], **nodes)
+    told_of(comfy, "hit", pos=encode("turn <image1>"))
+
+
+def test_combined_conditionings_are_told_apart(comfy, stored):
+    """Two prompts in one positive: each has its own prefix, and the second shares the first's references."""
+    nodes = {
+        "second": encode("another of two"),
+        "both": node("ConditioningCombine", conditioning_1=["pos", 0], conditioning_2=["second", 0]),
+    }
+    told = tell(comfy, edit(positive=["both", 0], **nodes))
+    assert told.is_right()
+    assert [facts["kind"] for facts in told.report["prefix"]["positive"]] == ["hit", "partial"]

@@ -1,0 +1,267 @@
+"""The planner's bytes are those of real calls: exact for weights and prefixes, within a few percent for activations."""
+
+import ctypes
+import os
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from PIL import Image
+
+from qwen21 import dit as dit_module
+from qwen21 import memory, ram
+from qwen21.checkpoint.load import find_dit, find_encoder, find_folder, find_vae, load
+from qwen21.config import DiTConfig, EncoderConfig, TextConfig, VisionConfig
+from qwen21.dit import DiT
+from qwen21.encoder import TextEncoder
+from qwen21.prefix import CODECS, LayerReader
+from qwen21.prompt import TokenLayout, vision_patches
+from qwen21.sequence import prefix_layout
+from tests import tiny
+from tests.live import Live
+
+GIB = 2**30
+CONFIG = DiTConfig(layers=3, heads=2, text_width=64)
+DTYPES = [torch.float32, torch.bfloat16]
+CLOSE = 0.02  # what the formulas reach here; 0.1 is asked of them
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=["fp32", "bf16"])
+def dit(request):
+    model = tiny.randomise(DiT(CONFIG), seed=4).to(request.param)
+    return model.requires_grad_(False)
+
+
+def inputs(dit, text, references, grid):
+    """Text states, `references` latents of `grid`, and their slots."""
+    dtype = next(dit.parameters()).dtype
+    generator = torch.Generator().manual_seed(text)
+    states = torch.randn(text, CONFIG.text_width, generator=generator).to(dtype)
+    latents = [torch.randn(64, *grid, generator=generator).to(dtype) for _ in range(references)]
+    return states, latents, [3 * (i + 1) for i in range(references)]
+
+
+@torch.inference_mode()
+def prefilled(dit, codec, *made_of):
+    """A prefix, and the peak of making it beyond what it keeps."""
+    text, latents, slots = made_of
+    with Live(text, *latents, *dit.parameters()) as live:
+        prefix = dit.prefill(text, latents, slots, codec=CODECS[codec])
+    return prefix, live.peak - prefix.nbytes
+
+
+@torch.inference_mode()
+def stepped(dit, prefix, batch, grid):
+    """The peak of a step."""
+    target = torch.zeros(batch, 64, *grid, dtype=next(dit.parameters()).dtype)
+    stored = [part for unit in prefix.units for layer in unit.layers for parts in layer for part in parts]
+    with Live(target, *stored, *dit.parameters()) as live:
+        dit.denoise(target, 0.5, prefix)
+    return live.peak
+
+
+# --- prefixes ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("side", "expected"), [(1024, 2), (2048, 8)])
+def test_released_references(side, expected):
+    """Keys and values, 32 layers, 32 heads of 128, 2 bytes."""
+    tokens = (side // 16) ** 2
+    assert 2 * 32 * tokens * 32 * 128 * 2 == expected * GIB
+    assert memory.unit_bytes(DiTConfig(), tokens, torch.bfloat16) == expected * GIB
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_prefix_bytes_are_exact(dit, codec):
+    """Two branches over the same references, the second taking their units from the first."""
+    text, latents, slots = inputs(dit, 20, 2, (4, 6))
+    dtype = text.dtype
+    first = dit.prefill(text, latents, slots, codec=CODECS[codec])
+    shared = first.units[:2]
+    second = dit.prefill(text[:9], latents, slots, head=shared, codec=CODECS[codec])
+    made = memory.chains([first.layout, second.layout])
+    assert [(chain.known, chain.new) for chain in made] == [((), (27, 27, 14)), ((27, 27), (3,))]
+    assert memory.prefix_bytes(CONFIG, made, dtype, CODECS[codec]) == first.nbytes + second.units[-1].nbytes
+    apart = memory.chains([first.layout, second.layout], shared=False)
+    assert memory.prefix_bytes(CONFIG, apart, dtype, CODECS[codec]) == first.nbytes + second.nbytes
+
+
+def test_only_equal_references_are_shared():
+    def layout(*grids):
+        return prefix_layout(12, [4, 8][: len(grids)], grids)
+
+    one, other, two = layout((2, 2)), layout((2, 4)), layout((2, 2), (2, 2))
+    assert [chain.known for chain in memory.chains([one, other, two])] == [(), (), (8,)]
+    assert [chain.known for chain in memory.chains([layout(), layout()])] == [(), ()]  # texts of equal length differ
+
+
+# --- the transformer -----------------------------------------------------------------------------------------------
+
+CASES = {  # references, their grid, text, batch, target, chunk
+    "text alone": (0, None, 60, 1, (16, 16), 4608),
+    "long text": (0, None, 400, 3, (8, 8), 100),
+    "one reference": (1, (16, 16), 30, 1, (16, 16), 4608),
+    "large reference in chunks": (1, (20, 20), 30, 3, (6, 6), 100),
+    "references": (4, (8, 12), 40, 1, (16, 16), 4608),
+    "references in chunks": (4, (8, 12), 100, 3, (6, 6), 40),
+}
+
+
+PACKED = ("long text", "one reference", "references in chunks")
+
+
+@pytest.mark.parametrize(
+    ("case", "codec"), [(case, codec) for case in CASES for codec in CODECS if codec == "native" or case in PACKED]
+)
+def test_activations_are_those_of_real_calls(dit, monkeypatch, case, codec):
+    references, grid, text, batch, target, chunk = CASES[case]
+    monkeypatch.setattr(dit_module, "PREFILL_CHUNK", chunk)
+    prefix, peak = prefilled(dit, codec, *inputs(dit, text, references, grid))
+    made, dtype = memory.chains([prefix.layout]), next(dit.parameters()).dtype
+    assert memory.prefill_activations(CONFIG, made, dtype, CODECS[codec]) == pytest.approx(peak, rel=CLOSE)
+    step = memory.step_activations(CONFIG, batch, target[0] * target[1], made[0].units, dtype, CODECS[codec])
+    assert step == pytest.approx(stepped(dit, prefix, batch, target), rel=CLOSE)
+
+
+def test_a_second_branch_adds_its_text(dit, monkeypatch):
+    """Both prefills in one count: the second needs little, but all that the first keeps is there."""
+    monkeypatch.setattr(dit_module, "PREFILL_CHUNK", 64)
+    text, latents, slots = inputs(dit, 30, 2, (12, 12))
+    with torch.inference_mode(), Live(text, *latents, *dit.parameters()) as live:
+        first = dit.prefill(text, latents, slots)
+        second = dit.prefill(text[:20], latents, slots, head=first.units[:2])
+    made = memory.chains([first.layout, second.layout])
+    kept = memory.prefix_bytes(CONFIG, made, text.dtype)
+    assert memory.prefill_activations(CONFIG, made, text.dtype) == pytest.approx(live.peak - kept, rel=CLOSE)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_activations_beside_a_prefix_in_ram(dit, monkeypatch, codec):
+    """`meta` stands in for RAM, which is not counted; what comes from there to the device is made anew."""
+
+    def brought(reader, layer):
+        return tuple(tuple(torch.zeros_like(part, device="cpu") for part in parts) for parts in layer)
+
+    monkeypatch.setattr(LayerReader, "_brought", brought)
+    text, latents, slots = inputs(dit, 40, 4, (12, 12))
+    with torch.inference_mode(), Live(text, *latents, *dit.parameters()) as live:
+        prefix = dit.prefill(text, latents, slots, codec=CODECS[codec], storage="meta")
+    made = memory.chains([prefix.layout])
+    away = memory.prefill_activations(CONFIG, made, text.dtype, CODECS[codec], away=True)
+    assert away == pytest.approx(live.peak, rel=CLOSE)
+    step = memory.step_activations(CONFIG, 1, 64, made[0].units, text.dtype, CODECS[codec], away=True)
+    assert step == pytest.approx(stepped(dit, prefix, 1, (8, 8)), rel=CLOSE)
+
+
+def test_prefill_does_not_grow_with_references(dit, monkeypatch):
+    """But for keys and values of a layer, which attention needs in one piece: the last layer's are still there when
+    this layer's are joined."""
+    monkeypatch.setattr(dit_module, "PREFILL_CHUNK", 48)
+    wide, rest = CONFIG.width * next(dit.parameters()).dtype.itemsize, {}
+    for references in (1, 2, 8):
+        prefix, peak = prefilled(dit, "native", *inputs(dit, 3 * references + 10, references, (10, 10)))
+        rest[references] = peak - 2 * 2 * prefix.length * wide
+    assert rest[8] == pytest.approx(rest[2], rel=CLOSE)
+    assert rest[8] - rest[1] < 6 * 103 * wide  # x, q, k and v of a reference, and its own keys and values as stored
+
+
+def test_the_old_names_agree(dit):
+    """What others ask for: lengths of native prefixes instead of units."""
+    bf16 = torch.bfloat16
+    assert memory.working_bytes(CONFIG, 2, 64, 300, bf16) == memory.step_activations(CONFIG, 2, 64, (300,), bf16)
+    assert memory.working_bytes(CONFIG, 2, 64, 0, bf16) == memory.step_activations(CONFIG, 2, 64, (), bf16)
+    kept = 3 * 2 * (300 + 20) * CONFIG.width * 2
+    assert memory.step_bytes(CONFIG, 2, 64, [300, 20], bf16) == memory.working_bytes(CONFIG, 2, 64, 300, bf16) + kept
+
+
+# --- weights and the text encoder ----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return tiny.Tiny(tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.parametrize("layout", ["folder", "single files"])
+@pytest.mark.parametrize("dtype", [None, *DTYPES], ids=["own", "fp32", "bf16"])
+def test_weight_bytes_are_exact(model, tmp_path, layout, dtype):
+    if layout == "folder":
+        files, own = find_folder(model.folder), torch.float32
+        parts = [files.dit, files.encoder, files.vae]
+    else:
+        paths, own = model.single_files(tmp_path, dtype=torch.bfloat16), torch.bfloat16
+        parts = [find_dit(paths["dit"]), find_encoder(paths["encoder"]), find_vae(paths["vae"])]
+    for part in parts:
+        loaded = sum(parameter.nbytes for parameter in load(part, dtype or own).parameters())
+        assert memory.weight_bytes(part, dtype) == loaded
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("blocks", "text", "mlp"),
+    [([], 300, 768), ([], 300, 64), ([(12, 12)], 50, 768), ([(12, 12), (4, 6)], 50, 768), ([(12, 12)] * 4, 5, 768)],
+    ids=["text", "mostly attention", "a picture", "unequal pictures", "mostly pictures"],
+)
+def test_reading_is_that_of_real_calls(dtype, blocks, text, mlp):
+    config = EncoderConfig(
+        TextConfig(width=256, mlp_width=mlp, layers=3, heads=2, kv_heads=1, vocabulary=600),
+        VisionConfig(layers=3, width=64, mlp_width=240, heads=4, positions=64, deepstack=(0, 1, 2), out_width=256),
+    )
+    encoder = TextEncoder(config, dtype=dtype)
+    ids: list[int] = []
+    spans = []
+    for rows, columns in blocks:
+        spans.append(range(len(ids) + 5, len(ids) + 5 + rows * columns))
+        ids += [1] * (5 + rows * columns)
+    layout = TokenLayout((*ids, *[3] * text), 0, tuple(spans), tuple(blocks))
+    images = [Image.new("RGB", (32 * columns, 32 * rows)) for rows, columns in blocks]
+    with torch.inference_mode(), Live(*encoder.parameters()) as live:
+        pictures = []
+        for image in images:  # as `TextEncoder.encode`
+            patches, grid = vision_patches(image)
+            pictures.append(encoder.encode_vision(patches, grid))
+        encoder(layout, pictures)
+    patches = [4 * rows * columns for rows, columns in blocks]
+    expected = memory.reading_activations(config, patches, len(layout.ids), dtype)
+    assert expected == pytest.approx(live.peak, rel=0.05)
+
+
+# --- RAM -----------------------------------------------------------------------------------------------------------
+
+
+def test_ram_of_this_machine():
+    assert memory.total_ram() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert 0 < memory.available_ram() <= memory.total_ram()
+    assert memory.store_budget() == memory.total_ram() // 4
+
+
+def test_available_ram_of_linux(monkeypatch, tmp_path):
+    file = tmp_path / "meminfo"
+    file.write_text("MemTotal:       2000 kB\nMemFree:        10 kB\nMemAvailable:   1500 kB\n")
+    monkeypatch.setattr(ram, "MEMINFO", file)
+    assert ram.available_ram() == 1500 * 1024
+
+
+@pytest.mark.parametrize("content", [None, "", "MemAvailable: many kB", "MemAvailable:"])
+def test_available_ram_where_nobody_tells(monkeypatch, tmp_path, content):
+    if content is not None:
+        (tmp_path / "meminfo").write_text(content)
+    monkeypatch.setattr(ram, "MEMINFO", Path(tmp_path / "meminfo"))
+    assert ram.available_ram() == ram.total_ram() // 2
+
+
+def test_ram_of_windows(monkeypatch):
+    """MEMORYSTATUSEX: 64 bytes, its own length in the first field, total and available RAM at 8 and 16."""
+
+    def status(reference):
+        raw = ctypes.cast(reference, ctypes.POINTER(ctypes.c_ubyte * 64)).contents
+        assert int.from_bytes(bytes(raw[:4]), "little") == 64
+        for offset, value in ((8, 32 * GIB), (16, 20 * GIB)):
+            raw[offset : offset + 8] = list(value.to_bytes(8, "little"))
+        return 1
+
+    kernel = SimpleNamespace(GlobalMemoryStatusEx=status)
+    monkeypatch.setattr(ctypes, "windll", SimpleNamespace(kernel32=kernel), raising=False)
+    monkeypatch.setattr(ram.sys, "platform", "win32")
+    assert (ram.total_ram(), ram.available_ram()) == (32 * GIB, 20 * GIB)
