@@ -1,4 +1,4 @@
-"""The command line: generate, run, inspect, demo. A user's mistake is one line on stderr and exit code 2."""
+"""The command line: generate, run, inspect, convert, demo. A user's mistake is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from . import arguments
 from .config import MAX_BATCH, MAX_REFERENCES
 from .errors import UserError
+
+if TYPE_CHECKING:
+    from .checkpoint.quant import Fp8
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 LONGEST_LINE = 700
 LATER = {
     "kv_storage": lambda value: value != "native",
-    "dtype": lambda value: value == "fp8",
     "lora": bool,
-    "keep": bool,
     "repeat": lambda value: value != 1,
     "session": bool,
 }
@@ -101,6 +102,9 @@ def build_parser() -> Parser:
     inspect = commands.add_parser("inspect", help="say what a checkpoint file or folder is", allow_abbrev=False)
     inspect.add_argument("path", metavar="FILE|FOLDER", type=Path)
     inspect.set_defaults(run=run_inspect)
+    convert = commands.add_parser("convert", help="write a transformer or encoder as fp8", allow_abbrev=False)
+    arguments.add_convert(convert)
+    convert.set_defaults(run=run_convert)
     demo = commands.add_parser("demo", help="text to image and an edit on an embedded tiny model", allow_abbrev=False)
     demo.add_argument("--out", metavar="DIR", type=Path, default=Path("demo_out"), help="folder for the pictures")
     demo.set_defaults(run=run_demo)
@@ -110,6 +114,7 @@ def build_parser() -> Parser:
 def run_generate(a: argparse.Namespace) -> int:
     _refuse_later(a)
     from . import outputs
+    from .checkpoint.load import check_keep
     from .images import open_image
     from .pipeline import Pipeline, Request, Watch
 
@@ -138,7 +143,10 @@ def run_generate(a: argparse.Namespace) -> int:
     device = outputs.pick_device(a.device)
     files = find_model(a)
     outputs.check_outputs(a.out, a.save_latent, 1, files.paths)
-    pipeline = Pipeline(files, outputs.pick_dtype(a.dtype, device), device, a.kv_device)
+    fp8 = fp8_of(a)
+    if fp8:
+        check_keep(fp8, (files.dit, files.encoder))
+    pipeline = Pipeline(files, outputs.pick_dtype(a.dtype, device), device, a.kv_device, fp8=fp8)
     with ProgressBar() as bar:
         result = pipeline.generate(request, Watch(on_step=bar.step, on_stage=bar.stage))
     for warning in result.manifest["warnings"]:
@@ -161,6 +169,17 @@ def find_model(a: argparse.Namespace):
         missing = ", ".join(name for name in parts if name not in given)
         raise UserError(f"no model: give --model FOLDER, or --dit, --encoder and --vae ({missing} not given)")
     return find_files(a.dit, a.encoder, a.vae, a.tokenizer)
+
+
+def fp8_of(a: argparse.Namespace) -> Fp8 | None:
+    """FP8 storage as --dtype and --keep ask for it."""
+    from .checkpoint.quant import Fp8
+
+    if a.dtype == "fp8":
+        return Fp8(tuple(a.keep))
+    if a.keep:
+        raise UserError(f"--keep {a.keep[0]} says what fp8 leaves alone, but --dtype is {a.dtype}; add --dtype fp8")
+    return None
 
 
 def _at_most_ten(paths: list[Path]) -> list[Path]:
@@ -227,6 +246,14 @@ def run_inspect(a: argparse.Namespace) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may not fit the terminal's encoding
     print(describe(a.path), flush=True)
+    return 0
+
+
+def run_convert(a: argparse.Namespace) -> int:
+    from .checkpoint.convert import convert
+
+    slot, path = ("dit", a.dit) if a.dit else ("encoder", a.encoder)
+    print(convert(slot, path, fp8_of(a), a.out), flush=True)
     return 0
 
 

@@ -57,6 +57,7 @@ def build_manifest(
         "mask": _digest(request.mask),
         "references": _references(plan, texts[0], prefixes[0]),
         "dtype": str(pipeline.dtype).removeprefix("torch."),
+        "fp8": pipeline.fp8 and {"keep": list(pipeline.fp8.keep)},
         "device": pipeline.device.type,
         "attention": "sdpa",
         "prefix": {

@@ -27,6 +27,7 @@ from .sampler import Start, draw_noise, sample
 from .sequence import PrefixLayout
 
 if TYPE_CHECKING:
+    from .checkpoint.quant import Fp8
     from .encoder import TextStates
 
 
@@ -69,6 +70,7 @@ class Pipeline:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     kv_device: str = "auto"
     keep_loaded: bool = False
+    fp8: Fp8 | None = None  # block linears that are not quantized yet are kept in fp8
     _loaded: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @torch.inference_mode()
@@ -194,7 +196,7 @@ class Pipeline:
     def _network(self, name: str) -> Any:
         if name not in self._loaded:
             dtype = self._vae_dtype if name == "vae" else self.dtype
-            self._loaded[name] = load.load(getattr(self.files, name), dtype, self.device)
+            self._loaded[name] = load.load(getattr(self.files, name), dtype, self.device, fp8=self.fp8)
         return self._loaded[name]
 
     def _release(self, name: str) -> None:
