@@ -127,6 +127,12 @@ def add_convert(p: argparse.ArgumentParser) -> None:
     source.add_argument("--dit", metavar="F", type=Path, help="transformer: single file or component folder")
     source.add_argument("--encoder", metavar="F", type=Path, help="text encoder: single file or component folder")
     p.add_argument("--dtype", choices=("fp8",), required=True, help="what the blocks' weights become")
+    p.add_argument(
+        "--scales",
+        choices=("tensor", "row"),
+        default="tensor",
+        help="tensor: what ComfyUI's own loaders read; row: what --dtype fp8 makes, for this pack alone",
+    )
     _add_keep(p)
     p.add_argument("--out", metavar="FILE.safetensors", type=Path, required=True, help="a single file for ComfyUI")
 

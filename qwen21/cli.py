@@ -253,7 +253,7 @@ def run_convert(a: argparse.Namespace) -> int:
     from .checkpoint.convert import convert
 
     slot, path = ("dit", a.dit) if a.dit else ("encoder", a.encoder)
-    print(convert(slot, path, fp8_of(a), a.out), flush=True)
+    print(convert(slot, path, fp8_of(a), a.out, a.scales), flush=True)
     return 0
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -24,8 +24,7 @@ from .packing import MARKER
 from .quant import Fp8
 from .weights import Weights
 
-# full_precision_matrix_mult: ComfyUI's own FP8 product knows one scale per tensor, and would misread one per row.
-FP8_MARKER = {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}
+FP8_MARKER = json.dumps({"format": "float8_e4m3fn"}).encode()
 FINAL_NORM = ("model.norm.weight", "model.language_model.norm.weight")  # unused here, but other readers ask for it
 GIB = 2**30
 
@@ -43,8 +42,12 @@ class Layer:
         return (sum(source.shape[0] for source in self.sources), *self.sources[0].shape[1:])
 
 
-def convert(slot: str, path: Path, fp8: Fp8, out: Path) -> str:
-    """Write the component at `path` to `out`; returns a line about it. `out` appears whole or not at all."""
+def convert(slot: str, path: Path, fp8: Fp8, out: Path, scales: str = "tensor") -> str:
+    """Write the component at `path` to `out`; returns a line about it. `out` appears whole or not at all.
+
+    `scales` is tensor, all that ComfyUI's own loaders multiply with (a scale per row stops them with an error about
+    sizes), or row: the very weights that a run in fp8 makes for itself.
+    """
     part = find_dit(path) if slot == "dit" else find_encoder(path)
     if part.identity.packings:
         raise UserError(
@@ -55,8 +58,8 @@ def convert(slot: str, path: Path, fp8: Fp8, out: Path) -> str:
     check(part)
     _check_out(out, part)
     layers = plan(part, fp8)
-    header = _header(layers, part)
-    write_together({out: lambda stream: _write(stream, header, layers, part)})
+    header = _header(layers, part, scales)
+    write_together({out: lambda stream: _write(stream, header, _tensors(layers, part, scales))})
     count = sum(layer.fp8 for layer in layers)
     return (
         f"{out}: {count} layers in fp8, {len(layers) - count} tensors as they were, {out.stat().st_size / GIB:.2f} GiB"
@@ -87,15 +90,17 @@ def _comfy_name(name: str) -> str:
     return name.replace("language_model.", "model.", 1) if name.startswith("language_model.") else name
 
 
-def _header(layers: list[Layer], part: Component) -> dict[str, TensorInfo]:
+def _header(layers: list[Layer], part: Component, scales: str) -> dict[str, TensorInfo]:
     """Tensors of the new file by name, those of wide dtypes first: readers want them aligned."""
     tensors = {}
     for layer in layers:
         stem = layer.name.removesuffix(".weight")
         if layer.fp8:
             tensors[layer.name] = TensorInfo(part.checkpoint.path, "F8_E4M3", layer.shape)
-            tensors[f"{stem}.weight_scale"] = TensorInfo(part.checkpoint.path, "F32", (layer.shape[0], 1))
-            tensors[stem + MARKER] = TensorInfo(part.checkpoint.path, "U8", (len(json.dumps(FP8_MARKER)),))
+            tensors[f"{stem}.weight_scale"] = TensorInfo(
+                part.checkpoint.path, "F32", (layer.shape[0], 1) if scales == "row" else ()
+            )
+            tensors[stem + MARKER] = TensorInfo(part.checkpoint.path, "U8", (len(FP8_MARKER),))
         else:
             dtypes = {part.checkpoint.tensors[source.key].dtype for source in layer.sources}
             tensors[layer.name] = TensorInfo(
@@ -104,7 +109,7 @@ def _header(layers: list[Layer], part: Component) -> dict[str, TensorInfo]:
     return dict(sorted(tensors.items(), key=lambda item: -DTYPE_BYTES[item[1].dtype]))
 
 
-def _write(stream: BinaryIO, header: dict[str, TensorInfo], layers: list[Layer], part: Component) -> None:
+def _write(stream: BinaryIO, header: dict[str, TensorInfo], data: Iterable[tuple[str, Tensor]]) -> None:
     offsets, at = {}, 0
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     for name, info in header.items():
@@ -114,12 +119,12 @@ def _write(stream: BinaryIO, header: dict[str, TensorInfo], layers: list[Layer],
     raw = json.dumps(entries).encode()
     raw += b" " * (-len(raw) % 8)
     stream.write(struct.pack("<Q", len(raw)) + raw)
-    for name, tensor in _tensors(layers, part):
+    for name, tensor in data:
         stream.seek(8 + len(raw) + offsets[name])
         stream.write(tensor.contiguous().flatten().view(torch.uint8).numpy())
 
 
-def _tensors(layers: list[Layer], part: Component) -> Iterator[tuple[str, Tensor]]:
+def _tensors(layers: list[Layer], part: Component, scales: str) -> Iterator[tuple[str, Tensor]]:
     """The data of the new file, one source after another in memory."""
     with part.checkpoint.reader() as reader, torch.no_grad():
         weights = Weights(part, reader, torch.float32, "cpu")
@@ -131,10 +136,11 @@ def _tensors(layers: list[Layer], part: Component) -> Iterator[tuple[str, Tensor
                     values = [value.float() for value in values]
                 yield layer.name, torch.cat(values) if len(values) > 1 else values[0]
                 continue
-            pieces = [weights.quantized(source) for source in layer.sources]
+            common = None if scales == "row" else weights.common_scale(layer.sources)
+            pieces = [weights.quantized(source, common) for source in layer.sources]
             yield layer.name, torch.cat([piece.data for piece in pieces])
-            yield f"{stem}.weight_scale", torch.cat([piece.scale for piece in pieces])
-            yield stem + MARKER, torch.tensor(list(json.dumps(FP8_MARKER).encode()), dtype=torch.uint8)
+            yield f"{stem}.weight_scale", torch.cat([piece.scale for piece in pieces]) if common is None else common
+            yield stem + MARKER, torch.tensor(list(FP8_MARKER), dtype=torch.uint8)
 
 
 def _check_out(out: Path, part: Component) -> None:

@@ -101,14 +101,18 @@ def dequantized(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
     return weight.to(dtype)
 
 
-def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 [rows, columns] and fp32 scales [rows, 1] of x [rows, columns]. NaN and infinities end in the scale.
+def fp8_scales(x: Tensor) -> Tensor:
+    """fp32 scales [rows, 1] that bring the largest value of each row of x [rows, columns] to E4M3's largest.
 
-    Rows of zeros get the smallest scale instead of 0, and stay zeros.
+    NaN and infinities end in the scale. Rows of zeros get the smallest scale instead of 0, and stay zeros.
     """
-    x = x.float()
-    scale = (x.abs().amax(1, keepdim=True) / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny)
-    return (x / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
+    return (x.abs().amax(1, keepdim=True).float() / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """E4M3 [rows, columns] of x [rows, columns], and its scale: that given, or else one per row."""
+    scale = fp8_scales(x) if scale is None else scale
+    return (x.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
 
 
 def has_fp8_matmul(x: Tensor, weight: Tensor) -> bool:

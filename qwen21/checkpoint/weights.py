@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -10,7 +12,7 @@ from ..errors import UserError
 from .files import Reader
 from .keymap import Source
 from .packing import FLOATS, Packing
-from .quant import E4M3, Fp8, Packed, QuantEmbedding, QuantLinear, dequantized, hadamard, quantize_rows
+from .quant import E4M3, Fp8, Packed, QuantEmbedding, QuantLinear, dequantized, fp8_scales, hadamard, quantize_rows
 
 CHUNK_BYTES = 2**24  # of fp32, while rows are quantized
 
@@ -58,17 +60,23 @@ class Weights:
             return self.quantized(source)
         return None
 
-    def quantized(self, source: Source) -> Packed:
-        """A weight as fp8, made a few rows at a time so that no second copy of it is ever in memory."""
+    def quantized(self, source: Source, common: Tensor | None = None) -> Packed:
+        """A weight as fp8 with a scale per row or in one scale, made so that no second copy of it is in memory."""
         value = self._read(source)
         data = torch.empty(value.shape, dtype=E4M3, device=self.device)
         scale = torch.empty(len(value), 1, dtype=torch.float32, device=self.device)
-        step = max(1, CHUNK_BYTES // (4 * value.shape[1]))
-        for start in range(0, len(value), step):
-            part = slice(start, start + step)
-            data[part], scale[part] = quantize_rows(value[part].to(self.device))
+        for part in _chunks(value):
+            data[part], scale[part] = quantize_rows(value[part].to(self.device), common)
         self._require_finite(scale, source.key)
-        return Packed(data, scale)
+        return Packed(data, scale if common is None else common)
+
+    def common_scale(self, sources: Sequence[Source]) -> Tensor:
+        """One fp8 scale [1, 1] for weights that are joined."""
+        values = [self._read(source) for source in sources]
+        largest = [fp8_scales(value[part].to(self.device)).max() for value in values for part in _chunks(value)]
+        scale = torch.stack(largest).max().reshape(1, 1)
+        self._require_finite(scale, sources[0].key)
+        return scale
 
     def _read(self, source: Source) -> Tensor:
         return self.reader.read(source.key, source.rows)
@@ -92,6 +100,12 @@ class Weights:
     def _require_finite(self, scale: Tensor, key: str) -> None:
         if not bool(torch.isfinite(scale).all()):
             raise UserError(f"{self.path}: {short(key)} holds NaN or infinity; download the file again")
+
+
+def _chunks(value: Tensor) -> list[slice]:
+    """Some rows after others, such that each part takes little memory in fp32."""
+    step = max(1, CHUNK_BYTES // (4 * value.shape[1]))
+    return [slice(start, start + step) for start in range(0, len(value), step)]
 
 
 def check_storage(plain: nn.Module, part) -> None:

@@ -33,8 +33,8 @@ def paint(model, files, fp8=None):
     return Pipeline(found, fp8=fp8).generate(Request("a cat", steps=2, resolution=64, seed=3))
 
 
-def converted(slot, path, out, *keep):
-    command = ["convert", f"--{slot}", str(path), "--dtype", "fp8", "--out", str(out)]
+def converted(slot, path, out, *keep, scales="tensor"):
+    command = ["convert", f"--{slot}", str(path), "--dtype", "fp8", "--scales", scales, "--out", str(out)]
     assert main(command + (["--keep", *keep] if keep else [])) == 0
     return out
 
@@ -45,11 +45,21 @@ def converted(slot, path, out, *keep):
 def test_converted_files_paint_what_fp8_on_the_way_paints(model, singles, tmp_path, capsys, dit, encoder):
     files, keep = dict(singles), (*dit, *encoder)
     for slot, patterns in (("dit", dit), ("encoder", encoder)):
-        files[slot] = converted(slot, singles[slot], tmp_path / f"{slot}.safetensors", *patterns)
+        files[slot] = converted(slot, singles[slot], tmp_path / f"{slot}.safetensors", *patterns, scales="row")
         assert " layers in fp8, " in capsys.readouterr().out
     part = find_dit(files["dit"])
     assert part.identity.quantization == "fp8 scaled" and part.identity.layout == "Comfy"
     assert torch.equal(paint(model, files).latents, paint(model, singles, Fp8(keep)).latents)
+
+
+def test_one_scale_per_tensor_is_as_near(model, singles, tmp_path):
+    exact = paint(model, singles).latents
+    names = {scales: tmp_path / f"{scales}.safetensors" for scales in ("tensor", "row")}
+    for scales, path in names.items():
+        converted("dit", singles["dit"], path, scales=scales)
+        latents = paint(model, singles | {"dit": path}).latents
+        assert 0 < ((latents - exact).norm() / exact.norm()) < 0.01
+    assert find_dit(names["row"]).identity.packings["transformer_blocks.0.attn.to_q.weight"].per_row
 
 
 def test_a_folder_converts_to_the_same_file(model, singles, tmp_path):
@@ -72,7 +82,9 @@ def test_converted_files_are_what_comfyui_reads(model, singles, tmp_path):
             assert torch.equal(tensors[name], weight)
             continue
         marker = json.loads(bytes(tensors[f"{layer}.comfy_quant"].tolist()))
-        assert marker == {"format": "float8_e4m3fn", "full_precision_matrix_mult": True}
+        assert marker == {"format": "float8_e4m3fn"}
+        assert tensors[f"{layer}.weight_scale"].shape == ()
+        assert tensors[f"{layer}.weight_scale"] == weight.abs().max() / 448
         back = kitchen.dequantize_per_tensor_fp8(tensors[name], tensors[f"{layer}.weight_scale"], torch.float32)
         assert (back - weight).abs().max() <= weight.abs().max() / 16
     raw = path.read_bytes()
