@@ -136,10 +136,10 @@ def _tensors(layers: list[Layer], part: Component, scales: str) -> Iterator[tupl
                     values = [value.float() for value in values]
                 yield layer.name, torch.cat(values) if len(values) > 1 else values[0]
                 continue
-            common = None if scales == "row" else weights.common_scale(layer.sources)
-            pieces = [weights.quantized(source, common) for source in layer.sources]
-            yield layer.name, torch.cat([piece.data for piece in pieces])
-            yield f"{stem}.weight_scale", torch.cat([piece.scale for piece in pieces]) if common is None else common
+            common = None if scales == "row" else weights.common_scale(*layer.sources)
+            packed = weights.quantized(*layer.sources, common=common)
+            yield layer.name, packed.data
+            yield f"{stem}.weight_scale", packed.scale
             yield stem + MARKER, torch.tensor(list(FP8_MARKER), dtype=torch.uint8)
 
 

@@ -106,13 +106,19 @@ def fp8_scales(x: Tensor) -> Tensor:
 
     NaN and infinities end in the scale. Rows of zeros get the smallest scale instead of 0, and stay zeros.
     """
-    return (x.abs().amax(1, keepdim=True).float() / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny)
+    largest = torch.maximum(x.amax(1, keepdim=True), -x.amin(1, keepdim=True))  # no copy of x, as its abs would be
+    return (largest.float() / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny)
 
 
-def quantize_rows(x: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """E4M3 [rows, columns] of x [rows, columns], and its scale: that given, or else one per row."""
-    scale = fp8_scales(x) if scale is None else scale
-    return (x.float() / scale).clamp_(-E4M3_MAX, E4M3_MAX).to(E4M3), scale
+def to_e4m3_range_(x: Tensor, scale: Tensor) -> Tensor:
+    """fp32 x over its scale, in place, ready to be cast."""
+    return x.div_(scale).clamp_(-E4M3_MAX, E4M3_MAX)
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 [rows, columns] of x [rows, columns], and a scale per row."""
+    scale = fp8_scales(x)
+    return to_e4m3_range_(x.to(torch.float32, copy=True), scale).to(E4M3), scale
 
 
 def has_fp8_matmul(x: Tensor, weight: Tensor) -> bool:
@@ -129,12 +135,20 @@ def has_fp8_matmul(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def fp8_matmul(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor:
-    """x [..., columns] times the transposed E4M3 weight [rows, columns], x quantized by token."""
+def fp8_matmul(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor | None:
+    """x [..., columns] times the transposed E4M3 weight [rows, columns], x quantized by token.
+
+    None where this PyTorch has no product with a scale per row for this GPU.
+    """
     rows, row_scale = quantize_rows(x.reshape(-1, x.shape[-1]))
     column_scale = torch.ones(1, 1, device=x.device) if scale is None else scale
     column_scale = column_scale.reshape(1, -1).expand(1, len(weight)).contiguous()  # by rows on one side, so on both
-    product = torch._scaled_mm(rows, weight.t(), scale_a=row_scale, scale_b=column_scale, out_dtype=x.dtype)
+    try:
+        product = torch._scaled_mm(rows, weight.t(), scale_a=row_scale, scale_b=column_scale, out_dtype=x.dtype)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return None
     return product.unflatten(0, x.shape[:-1])
 
 
@@ -176,7 +190,8 @@ class QuantLinear(_Quantized):
             x = rotate(x, self.rotation)
         elif has_fp8_matmul(x, self.weight):
             product = fp8_matmul(x, self.weight, self.weight_scale)
-            return product if bias is None else product + bias
+            if product is not None:
+                return product if bias is None else product + bias
         return F.linear(x, scaled(self.packed, x.dtype), bias)
 
     def extra_repr(self) -> str:

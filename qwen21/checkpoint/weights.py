@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from ..errors import UserError
 from .files import Reader
 from .keymap import Source
 from .packing import FLOATS, Packing
-from .quant import E4M3, Fp8, Packed, QuantEmbedding, QuantLinear, dequantized, fp8_scales, hadamard, quantize_rows
+from .quant import E4M3, Fp8, Packed, QuantEmbedding, QuantLinear, dequantized, fp8_scales, hadamard, to_e4m3_range_
 
 CHUNK_BYTES = 2**24  # of fp32, while rows are quantized
 
@@ -26,6 +26,7 @@ class Weights:
         self.path, self.sources, self.packings = part.checkpoint.path, part.identity.sources, part.identity.packings
         self.reader, self.dtype, self.device, self.fp8 = reader, dtype, device, fp8
         self._rotations: dict[int, Tensor] = {}
+        self._space: Tensor | None = None
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A parameter in the asked dtype. Of a quantized one, its values."""
@@ -60,23 +61,41 @@ class Weights:
             return self.quantized(source)
         return None
 
-    def quantized(self, source: Source, common: Tensor | None = None) -> Packed:
-        """A weight as fp8 with a scale per row or in one scale, made so that no second copy of it is in memory."""
-        value = self._read(source)
-        data = torch.empty(value.shape, dtype=E4M3, device=self.device)
-        scale = torch.empty(len(value), 1, dtype=torch.float32, device=self.device)
-        for part in _chunks(value):
-            data[part], scale[part] = quantize_rows(value[part].to(self.device), common)
-        self._require_finite(scale, source.key)
+    def quantized(self, *sources: Source, common: Tensor | None = None) -> Packed:
+        """The rows of some weights as one in fp8, with a scale per row, or under the `common` one.
+
+        No second copy of a weight is in memory: rows pass through a little space, a few at a time.
+        """
+        values = [self._read(source) for source in sources]
+        count = sum(len(value) for value in values)
+        data = torch.empty(count, values[0].shape[1], dtype=E4M3, device=self.device)
+        scale = torch.empty(count, 1, dtype=torch.float32, device=self.device)
+        for start, rows in self._chunks(values):
+            part = slice(start, start + len(rows))
+            scale[part] = fp8_scales(rows) if common is None else common
+            data[part] = to_e4m3_range_(rows, scale[part])
+        self._require_finite(scale, sources[0].key)
         return Packed(data, scale if common is None else common)
 
-    def common_scale(self, sources: Sequence[Source]) -> Tensor:
+    def common_scale(self, *sources: Source) -> Tensor:
         """One fp8 scale [1, 1] for weights that are joined."""
         values = [self._read(source) for source in sources]
-        largest = [fp8_scales(value[part].to(self.device)).max() for value in values for part in _chunks(value)]
+        largest = [fp8_scales(rows).max() for _, rows in self._chunks(values)]
         scale = torch.stack(largest).max().reshape(1, 1)
         self._require_finite(scale, sources[0].key)
         return scale
+
+    def _chunks(self, values: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """A few rows after others in fp32, each with the number of rows before it. The next overwrites them."""
+        before, columns = 0, values[0].shape[1]
+        step = max(1, CHUNK_BYTES // (4 * columns))
+        if self._space is None or self._space.numel() < columns:  # kept: made anew each time, it would scatter the heap
+            self._space = torch.empty(max(CHUNK_BYTES // 4, columns), device=self.device)
+        for value in values:
+            for part in value.split(step):
+                rows = self._space[: part.numel()].view(part.shape)
+                yield before, rows.copy_(part)
+                before += len(part)
 
     def _read(self, source: Source) -> Tensor:
         return self.reader.read(source.key, source.rows)
@@ -100,12 +119,6 @@ class Weights:
     def _require_finite(self, scale: Tensor, key: str) -> None:
         if not bool(torch.isfinite(scale).all()):
             raise UserError(f"{self.path}: {short(key)} holds NaN or infinity; download the file again")
-
-
-def _chunks(value: Tensor) -> list[slice]:
-    """Some rows after others, such that each part takes little memory in fp32."""
-    step = max(1, CHUNK_BYTES // (4 * value.shape[1]))
-    return [slice(start, start + step) for start in range(0, len(value), step)]
 
 
 def check_storage(plain: nn.Module, part) -> None:

@@ -136,7 +136,9 @@ def test_what_cannot_be_converted(model, singles, tmp_path, monkeypatch):
             convert(slot, path, Fp8(keep), where)
         assert "\n" not in str(caught.value)
     for error, kind in ((OSError(28, "No space left on device"), UserError), (KeyboardInterrupt(), KeyboardInterrupt)):
-        monkeypatch.setattr("qwen21.checkpoint.weights.Weights.quantized", lambda *_, e=error: (_ for _ in ()).throw(e))
+        monkeypatch.setattr(
+            "qwen21.checkpoint.weights.Weights.quantized", lambda *_, e=error, **kw: (_ for _ in ()).throw(e)
+        )
         with pytest.raises(kind):
             convert("dit", singles["dit"], Fp8(), out)
     assert sorted(tmp_path.iterdir()) == before

@@ -125,6 +125,15 @@ def test_a_layer_uses_the_fp8_product_where_there_is_one(monkeypatch):
     assert not torch.equal(fast, plain)
     assert relative(fast, plain) < 0.05
 
+    def fails(error):
+        return lambda *_, **__: (_ for _ in ()).throw(error)
+
+    monkeypatch.setattr(torch, "_scaled_mm", fails(RuntimeError("rowwise scaling is not supported on your device")))
+    assert torch.equal(layer(x), plain)
+    monkeypatch.setattr(torch, "_scaled_mm", fails(torch.OutOfMemoryError("CUDA out of memory")))
+    with pytest.raises(torch.OutOfMemoryError):
+        layer(x)
+
 
 # --- which layers --------------------------------------------------------------------------------------------------
 
