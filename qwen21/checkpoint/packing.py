@@ -115,9 +115,9 @@ def storage_of(checkpoint: Checkpoint) -> Storage:
 
 def _is_companion(tensors: Tensors, key: str) -> bool:
     """Whether a tensor says something about another one, or about the whole file, and is no parameter."""
-    if key.rpartition(".")[2] == "scaled_fp8" or key.endswith(IGNORED):
+    if key.rpartition(".")[2] == "scaled_fp8" or key.endswith((MARKER, *IGNORED)):
         return True
-    return any(key.endswith(end) and key.removesuffix(end) + ".weight" in tensors for end in (*SCALES, MARKER))
+    return any(key.endswith(end) and key.removesuffix(end) + ".weight" in tensors for end in SCALES)
 
 
 def _packing(tensors: Tensors, key: str, markers: Mapping[str, Mapping[str, Any]]) -> Packing | None:

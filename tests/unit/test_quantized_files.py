@@ -75,7 +75,7 @@ def test_a_transformer_paints_as_its_source(model, singles, source, tmp_path, na
     part = find_dit(path)
     assert part.identity.quantization == title
     assert check(part) is None
-    assert "complete     yes" in describe(path)
+    assert describe(path).splitlines()[-1] == "  complete     yes"
     dit = load(part, torch.float32)
     layers = [layer for layer in dit.modules() if isinstance(layer, QuantLinear)]
     assert len(layers) == 2 * 7  # four of the attention, three of the MLP, in two blocks
@@ -193,6 +193,15 @@ def test_a_quantized_vision_tower_and_its_biases(model, singles, tmp_path):
     assert torch.equal(got, wanted)
 
 
+@pytest.mark.parametrize("name", ["fp8 by tensor", "int8 by tensor"])
+def test_a_quantized_convolution_is_dequantized_while_it_is_read(model, tmp_path, name):
+    key = "visual.patch_embed.proj.weight"
+    state = tiny.comfy_encoder(model.text_encoder.state_dict())
+    tensors, metadata, dense = pack(state, LAYOUTS[name], chosen=lambda name: name == key)
+    encoder = load(find_encoder(write(tmp_path / "q.safetensors", tensors, metadata)), torch.float32)
+    assert torch.equal(encoder.visual.patch_embed.proj.weight, dense[key])
+
+
 # --- refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -217,6 +226,7 @@ BROKEN = {
     "odd norm": ({"transformer_blocks.0.attn.norm_q.weight": torch.ones(128).to(torch.int16)}, "is I16, expected BF16"),
     "no scale": ({f"{LAYER}.weight_scale": None}, "int8 but has no weight_scale"),
     "scale of blocks": ({f"{LAYER}.weight_scale": torch.ones(256, 2)}, r"is F32 \[256, 2\], expected one scale"),
+    "scale of tiles": ({f"{LAYER}.weight_scale": torch.ones(16, 16)}, r"is F32 \[16, 16\], expected one scale"),
     "scale of columns": ({"transformer_blocks.1.img_mlp.out.weight_scale": torch.ones(1, 768)}, "expected one scale"),
     "NaN scale": ({f"{LAYER}.weight_scale": torch.full((256, 1), float("nan"))}, "holds NaN or infinity"),
     "infinite scale": ({f"{LAYER}.weight_scale": torch.tensor(float("inf"))}, "holds NaN or infinity"),
@@ -226,6 +236,7 @@ BROKEN = {
     "marker not bytes": ({f"{LAYER}.comfy_quant": torch.ones(4)}, "expected short JSON"),
     "endless marker": ({f"{LAYER}.comfy_quant": torch.zeros(5000, dtype=torch.uint8)}, "expected short JSON"),
     "group 3": ({f"{LAYER}.comfy_quant": marker(convrot=True, convrot_groupsize=3)}, "no rotation known"),
+    "group 256.0": ({f"{LAYER}.comfy_quant": marker(convrot=True, convrot_groupsize=256.0)}, "no rotation known"),
     "group true": ({f"{LAYER}.comfy_quant": marker(convrot=True, convrot_groupsize=True)}, "no rotation known"),
     "group 1024": ({f"{LAYER}.comfy_quant": marker(convrot=True, convrot_groupsize=1024)}, "do not divide its shape"),
     "rotation maybe": ({f"{LAYER}.comfy_quant": marker(convrot="yes")}, "no rotation known"),
@@ -263,6 +274,7 @@ def test_attention_markers_and_scales_of_activations_are_let_be(quantized):
     }
     before = load(find_dit(quantized), torch.float32)
     after = load(find_dit(tiny.rewrite(quantized, extra)), torch.float32)
+    assert describe(quantized).splitlines()[-1] == "  complete     yes"
     assert torch.equal(before.get_submodule(LAYER).dequantized(), after.get_submodule(LAYER).dequantized())
     metadata = json.dumps({"layers": {"transformer_blocks.1.attn": {"attention": "comfy_kitchen_int8"}}})
     save_file(load_file(quantized), quantized, {"_quantization_metadata": metadata})
