@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,9 @@ from .keymap import Source
 from .packing import FLOATS, Packing
 from .quant import E4M3, Fp8, Packed, QuantEmbedding, QuantLinear, dequantized, fp8_scales, hadamard, to_e4m3_range_
 
+if TYPE_CHECKING:
+    from .load import Component
+
 CHUNK_BYTES = 2**24  # of fp32, while rows are quantized
 
 
@@ -21,7 +25,7 @@ class Weights:
     """Reads the weights of one component, each straight to its dtype and device. One at a time is in memory."""
 
     def __init__(
-        self, part, reader: Reader, dtype: torch.dtype, device: torch.device | str, fp8: Fp8 | None = None
+        self, part: Component, reader: Reader, dtype: torch.dtype, device: torch.device | str, fp8: Fp8 | None = None
     ) -> None:
         self.path, self.sources, self.packings = part.checkpoint.path, part.identity.sources, part.identity.packings
         self.reader, self.dtype, self.device, self.fp8 = reader, dtype, device, fp8
@@ -33,8 +37,8 @@ class Weights:
         packing = self.packings.get(self.sources[name].key)
         value = self._read(self.sources[name]).reshape(shape)
         if packing is not None:
-            packed = Packed(value, self._scale(self.sources[name], packing), packing.group)
-            return dequantized(packed, self.dtype).to(self.device)
+            packed = Packed(value.to(self.device), self._scale(self.sources[name], packing), packing.group)
+            return dequantized(packed, self.dtype)
         # copy=True: a tensor that maps the file would crash the process if the file changed later
         return value.to(device=self.device, dtype=self.dtype, copy=True)
 
@@ -121,7 +125,7 @@ class Weights:
             raise UserError(f"{self.path}: {short(key)} holds NaN or infinity; download the file again")
 
 
-def check_storage(plain: nn.Module, part) -> None:
+def check_storage(plain: nn.Module, part: Component) -> None:
     """Refuse weights whose dtype no network takes: norms that are quantized, whole numbers that mean nothing."""
     tensors, packings = part.checkpoint.tensors, part.identity.packings
     for path, layer in plain.named_modules():
