@@ -22,11 +22,14 @@ def add_generate(p: argparse.ArgumentParser) -> None:
     model.add_argument("--vae", metavar="FILE", type=Path, help="VAE: single file or component folder")
     model.add_argument("--tokenizer", metavar="DIR", type=Path, help="tokenizer folder; single files need it")
     model.add_argument(
-        "--dtype", choices=("auto", "fp32", "bf16", "fp16", "fp8"), default="auto", help="auto: bf16 on CUDA, else fp32"
+        "--dtype",
+        choices=("auto", "fp32", "bf16", "fp16", "fp8"),
+        default="auto",
+        help="auto: bf16 on CUDA, else fp32; fp8: as auto, with the blocks' weights in fp8",
     )
     model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     model.add_argument("--lora", metavar="F[:strength]", nargs="+", action="extend", default=[], help="not yet")
-    model.add_argument("--keep", metavar="PATTERN", nargs="+", action="extend", default=[], help="not yet")
+    _add_keep(model)
 
     picture = p.add_argument_group("picture")
     picture.add_argument("--prompt", metavar="P", help="what to paint or to change")
@@ -123,6 +126,33 @@ def add_plan(p: argparse.ArgumentParser) -> None:
         "--free", metavar="GIB", type=float, help="plan for a GPU with so much memory free, default: this machine"
     )
     plan.add_argument("--picture", metavar="FILE.png", type=Path, help="write the plan as a picture too")
+
+
+def _add_keep(p: argparse._ActionsContainer) -> None:
+    p.add_argument(
+        "--keep",
+        metavar="PATTERN",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="layers that --dtype fp8 leaves alone, such as img_mlp, blocks.3.attn, to_?",
+    )
+
+
+def add_convert(p: argparse.ArgumentParser) -> None:
+    """The flags of `convert`."""
+    source = p.add_mutually_exclusive_group(required=True)
+    source.add_argument("--dit", metavar="F", type=Path, help="transformer: single file or component folder")
+    source.add_argument("--encoder", metavar="F", type=Path, help="text encoder: single file or component folder")
+    p.add_argument("--dtype", choices=("fp8",), required=True, help="what the blocks' weights become")
+    p.add_argument(
+        "--scales",
+        choices=("tensor", "row"),
+        default="tensor",
+        help="tensor: what ComfyUI's own loaders read; row: what --dtype fp8 makes, for this pack alone",
+    )
+    _add_keep(p)
+    p.add_argument("--out", metavar="FILE.safetensors", type=Path, required=True, help="a single file for ComfyUI")
 
 
 def add_run(p: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The command line: generate, plan, run, inspect, demo. A user's mistake is one line on stderr and exit code 2."""
+"""The command line, one command a function. A user's mistake is one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -23,9 +23,7 @@ EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 LONGEST_LINE = 700
 LATER = {
-    "dtype": lambda value: value == "fp8",
     "lora": bool,
-    "keep": bool,
 }
 
 
@@ -104,6 +102,9 @@ def build_parser() -> Parser:
     inspect = commands.add_parser("inspect", help="say what a checkpoint file or folder is", allow_abbrev=False)
     inspect.add_argument("path", metavar="FILE|FOLDER", type=Path)
     inspect.set_defaults(run=run_inspect)
+    convert = commands.add_parser("convert", help="write a transformer or encoder as fp8", allow_abbrev=False)
+    arguments.add_convert(convert)
+    convert.set_defaults(run=run_convert)
     demo = commands.add_parser("demo", help="text to image and an edit on an embedded tiny model", allow_abbrev=False)
     demo.add_argument("--out", metavar="DIR", type=Path, default=Path("demo_out"), help="folder for the pictures")
     demo.set_defaults(run=run_demo)
@@ -113,6 +114,8 @@ def build_parser() -> Parser:
 def run_generate(a: argparse.Namespace) -> int:
     _refuse_later(a)
     from . import outputs, session
+    from .checkpoint.load import check_keep
+    from .checkpoint.quant import fp8_of
     from .pipeline import Pipeline, Watch
     from .request import make_plan
 
@@ -126,7 +129,10 @@ def run_generate(a: argparse.Namespace) -> int:
     for job in jobs:
         outputs.check_outputs(job.out, job.save_latent, 1, files.paths)
         make_plan(request_of(job) if job is not jobs[0] else first, files)  # refuses before the first is painted
-    pipeline = Pipeline(files, outputs.pick_dtype(a.dtype, device), device, a.kv_device, a.kv_storage)
+    fp8 = fp8_of(a)
+    if fp8:
+        check_keep(fp8, (files.dit, files.encoder))
+    pipeline = Pipeline(files, outputs.pick_dtype(a.dtype, device), device, a.kv_device, a.kv_storage, fp8=fp8)
     pipeline.keep_loaded = len(jobs) > 1 and pipeline.fits_together()
     for number, job in enumerate(jobs, 1):
         request = first if number == 1 else request_of(job)
@@ -256,6 +262,15 @@ def run_inspect(a: argparse.Namespace) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may not fit the terminal's encoding
     print(describe(a.path), flush=True)
+    return 0
+
+
+def run_convert(a: argparse.Namespace) -> int:
+    from .checkpoint.convert import convert
+    from .checkpoint.quant import fp8_of
+
+    slot, path = ("dit", a.dit) if a.dit else ("encoder", a.encoder)
+    print(convert(slot, path, fp8_of(a), a.out, a.scales), flush=True)
     return 0
 
 

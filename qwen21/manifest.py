@@ -56,6 +56,7 @@ def build_manifest(pipeline: Pipeline, plan: Plan, text: TextStates, prefixes: l
         "mask": _digest(request.mask),
         "references": _references(plan, text, prefixes[0]),
         "dtype": str(pipeline.dtype).removeprefix("torch."),
+        "fp8": pipeline.fp8 and {"keep": list(pipeline.fp8.keep)},
         "device": pipeline.device.type,
         "attention": "sdpa",
         "prefix": {

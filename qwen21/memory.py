@@ -16,6 +16,7 @@ import torch
 from . import dit
 from .checkpoint.files import DTYPE_BYTES
 from .checkpoint.load import Component
+from .checkpoint.quant import Fp8
 from .config import DiTConfig, EncoderConfig
 from .prefix import NATIVE, Codec
 from .prefix.codecs import Packing
@@ -31,15 +32,23 @@ FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of a file that loading casts; p
 # --- weights and prefixes: exact -----------------------------------------------------------------------------------
 
 
-def weight_bytes(part: Component, dtype: torch.dtype | None = None) -> int:
-    """Bytes of a network's weights once loaded in `dtype` (None: as the file has them)."""
+def weight_bytes(part: Component, dtype: torch.dtype | None = None, fp8: Fp8 | None = None) -> int:
+    """Bytes of a network's weights once loaded in `dtype` (None: as the file has them), block linears by `fp8`."""
     total = 0
     for name, source in part.identity.sources.items():
-        if name.rpartition(".")[0].endswith("time_conv"):  # in VAE files, for videos; never loaded
+        layer = name.rpartition(".")[0]
+        if layer.endswith("time_conv"):  # in VAE files, for videos; never loaded
             continue
         stored = part.checkpoint.tensors[source.key].dtype
-        cast = dtype is not None and stored in FLOATS
-        total += math.prod(source.shape) * (dtype.itemsize if cast else DTYPE_BYTES[stored])
+        packing = part.identity.packings.get(source.key)
+        if packing is not None:
+            total += math.prod(source.shape) * DTYPE_BYTES[stored]
+            total += FP32 * (source.shape[0] if packing.per_row else packing.scale is not None)
+        elif fp8 is not None and len(source.shape) == 2 and fp8.takes(layer):
+            total += math.prod(source.shape) + FP32 * source.shape[0]
+        else:
+            cast = dtype is not None and stored in FLOATS
+            total += math.prod(source.shape) * (dtype.itemsize if cast else DTYPE_BYTES[stored])
     return total
 
 

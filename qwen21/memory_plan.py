@@ -10,6 +10,7 @@ import torch
 
 from . import memory, tiling
 from .checkpoint.load import Component
+from .checkpoint.quant import Fp8
 from .config import LATENT_PIXELS
 from .memory_choice import Choice, Needs, choose
 from .prefix import CODECS, FIDELITY
@@ -147,14 +148,15 @@ def plan_memory(
     ram: int,
     placement: str = "auto",
     codec: str = "auto",
+    fp8: Fp8 | None = None,
 ) -> MemoryPlan:
     """The plan of a job with the components `dit`, `encoder` and `vae`, from their headers.
 
     dtype None is each file's own. free: bytes of the GPU, None where the CPU computes. placement and codec: auto, or
-    what `choose` takes.
+    what `choose` takes. fp8: block linears that are not quantized yet are kept in fp8.
     """
     compute = dtype or _own(parts["dit"])
-    needs = _needs(parts, job, dtype, compute)
+    needs = _needs(parts, job, dtype, compute, fp8)
     choice = choose(needs, free or 0, ram, gpu=free is not None, placement=placement, codec=codec)
     units = _kept_units(parts["dit"], job, compute)
     return MemoryPlan(job, compute, needs, units, ram if free is None else free, ram, free is not None, choice)
@@ -177,7 +179,9 @@ def _kept_units(part: Component, job: Job, dtype: torch.dtype) -> tuple[KeptUnit
     return tuple(kept)
 
 
-def _needs(parts: Mapping[str, Component], job: Job, dtype: torch.dtype | None, compute: torch.dtype) -> Needs:
+def _needs(
+    parts: Mapping[str, Component], job: Job, dtype: torch.dtype | None, compute: torch.dtype, fp8: Fp8 | None
+) -> Needs:
     config, vae, encoder = parts["dit"].config, parts["vae"], parts["encoder"]
     made, cells = memory.chains(job.prefixes, job.shared), math.prod(job.grid)
     vae_dtype = torch.float32 if dtype == torch.float16 else dtype  # its values can exceed what fp16 holds
@@ -191,8 +195,8 @@ def _needs(parts: Mapping[str, Component], job: Job, dtype: torch.dtype | None, 
 
     return Needs(
         weights={
-            "dit": memory.weight_bytes(parts["dit"], dtype),
-            "encoder": memory.weight_bytes(encoder, dtype),
+            "dit": memory.weight_bytes(parts["dit"], dtype, fp8),
+            "encoder": memory.weight_bytes(encoder, dtype, fp8),
             "vae": memory.weight_bytes(vae, vae_dtype),
         },
         reading=memory.reading_activations(encoder.config, job.patches, job.tokens, dtype or _own(encoder)),

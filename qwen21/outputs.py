@@ -31,8 +31,9 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bf16 on CUDA, which the model was released in, and fp32 elsewhere."""
-    if name == "auto":
+    """What to compute in. `auto` is bf16 on CUDA, which the model was released in, and fp32 elsewhere; `fp8` is about
+    weights alone, and computes as `auto`."""
+    if name in ("auto", "fp8"):
         name = "bf16" if device.type == "cuda" else "fp32"
     return DTYPES[name]
 

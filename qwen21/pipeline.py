@@ -29,6 +29,7 @@ from .request import Plan, Request, make_plan
 from .sampler import Start, draw_noise, sample
 
 if TYPE_CHECKING:
+    from .checkpoint.quant import Fp8
     from .prompt import Reference
 
 
@@ -67,6 +68,7 @@ class Pipeline:
     kv_device: str = "auto"
     codec: str = "auto"
     keep_loaded: bool = False
+    fp8: Fp8 | None = None  # block linears that are not quantized yet are kept in fp8
     store: Store = field(default_factory=lambda: Store(memory.store_budget()))
     _loaded: dict[str, tuple[Any, str]] = field(default_factory=dict, repr=False)
     # A few MiB each at most.
@@ -212,8 +214,8 @@ class Pipeline:
             made_by = self._made_by(name)
             dtype = self._vae_dtype if name == "vae" else self.dtype
             part = getattr(self.files, name)
-            self._make_room(memory.weight_bytes(part, dtype))
-            self._loaded[name] = load.load(part, dtype, self.device), made_by
+            self._make_room(memory.weight_bytes(part, dtype, self.fp8))
+            self._loaded[name] = load.load(part, dtype, self.device, fp8=self.fp8), made_by
         return self._loaded[name][0]
 
     def _release(self, name: str) -> None:
@@ -229,7 +231,7 @@ class Pipeline:
         checkpoint = getattr(self.files, name).checkpoint
         found = [file.stat() for file in checkpoint.files]
         stamps = [(stat.st_size, stat.st_mtime_ns) for stat in found]
-        return f"{checkpoint.fingerprint} {stamps} {self._vae_dtype if name == 'vae' else self.dtype}"
+        return f"{checkpoint.fingerprint} {stamps} {self._vae_dtype if name == 'vae' else self.dtype} {self.fp8}"
 
     def identity(self, codec: str) -> ModelIdentity:
         """What the K and V of this pipeline's prefixes depend on besides their inputs."""
@@ -246,7 +248,7 @@ class Pipeline:
 
     def fits_together(self) -> bool:
         """Whether all three networks may stay loaded: they take at most half of the free memory."""
-        total = sum(memory.weight_bytes(part, self.dtype) for part in self.files.parts)
+        total = sum(memory.weight_bytes(part, self.dtype, self.fp8) for part in self.files.parts)
         free = self._free_bytes()
         return total <= (memory.available_ram() if free is None else free) // 2
 

@@ -11,6 +11,7 @@ from PIL import Image
 
 from . import images, memory, outputs
 from .checkpoint.load import ModelFiles
+from .checkpoint.quant import fp8_of
 from .config import LATENT_PIXELS
 from .errors import UserError
 from .memory_choice import GIB
@@ -65,6 +66,7 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
         ram=memory.available_ram(),
         placement=a.kv_device,
         codec=a.kv_storage,
+        fp8=fp8_of(a),
     )
     return made, (*([canvas.warning] if canvas.warning else []), *checked.warnings)
 

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from .errors import UserError
 
 
-def write_together(contents: Mapping[Path, bytes]) -> None:
+def write_together(contents: Mapping[Path, bytes | Callable[[BinaryIO], None]]) -> None:
     """Write every file beside its place first, then move all there. `UserError` if one cannot be written.
 
-    Whatever happens on the way, an interrupt too, none of the new files is left.
+    A function writes what is too large to be held into the stream it is given. Whatever happens on the way, an
+    interrupt too, none of the new files is left.
     """
     parts = {path: path.parent / f".{uuid.uuid4().hex}.part" for path in contents}  # same folder: moving is atomic
     new: list[Path] = []  # moved to their places, where nothing was before
@@ -22,7 +24,11 @@ def write_together(contents: Mapping[Path, bytes]) -> None:
         for path, part in parts.items():
             check_writable(path)
             with open(part, "xb") as file:
-                file.write(contents[path])
+                content = contents[path]
+                if callable(content):
+                    content(file)
+                else:
+                    file.write(content)
         for path, part in parts.items():
             if not path.exists():
                 new.append(path)

@@ -16,7 +16,7 @@ import torch
 from ...qwen21.checkpoint.load import fill, find_encoder, module_of
 from ...qwen21.errors import UserError
 from ...qwen21.prompt import Reference
-from .host import DTYPES, check_cancel, patcher_class
+from .host import check_cancel, patcher_class, weights_dtype
 
 KEPT_FEATURES = 16  # vision features remembered by the content of their pixels
 
@@ -66,7 +66,7 @@ def load_encoder(path: str, dtype: str = "default", device: str = "default", dis
 
     part = find_encoder(Path(path))
     load_device = torch.device("cpu") if device == "cpu" else comfy.model_management.text_encoder_device()
-    weights = DTYPES.get(dtype) or DTYPES[part.identity.quantization]
+    weights = weights_dtype(part, dtype)
     compute = weights if comfy.model_management.should_use_bf16(load_device) else torch.float32
     if weights == torch.float32:
         compute = torch.float32

@@ -9,6 +9,7 @@ import comfy.model_patcher
 import folder_paths
 import torch
 
+from ...qwen21.checkpoint.load import Component
 from ...qwen21.errors import UserError
 from ...qwen21.options import COMPONENTS
 
@@ -38,6 +39,16 @@ def free_bytes(patcher: comfy.model_patcher.ModelPatcher, device: torch.device) 
 def free_ram() -> int:
     """Available RAM in bytes."""
     return int(comfy.model_management.get_free_memory(torch.device("cpu")))
+
+
+def weights_dtype(part: Component, dtype: str) -> torch.dtype:
+    """The dtype weights are kept in: the chosen one, or by default the file's own."""
+    if part.identity.packings:
+        raise UserError(
+            f"{part.checkpoint.path.name} is quantized ({part.identity.quantization}), which these nodes do not read "
+            "yet; take the bf16 file, or use the command line"
+        )
+    return DTYPES.get(dtype) or DTYPES[part.identity.quantization]
 
 
 def choices(slot: str) -> list[str]:

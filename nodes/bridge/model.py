@@ -27,7 +27,7 @@ from ...qwen21.memory import working_bytes
 from ...qwen21.prefix import Prefix
 from ...qwen21.schedule import official_grid
 from .condition import Condition, condition_of, prefix_tokens
-from .host import DTYPES, check_cancel, patcher_class
+from .host import check_cancel, patcher_class, weights_dtype
 from .prefixes import OPTIONS, PrefixStore, drop_prefixes
 
 log = logging.getLogger(__name__)
@@ -238,7 +238,7 @@ def load_model(path: str, dtype: str = "default", disable_dynamic: bool = False)
     """A patcher with the transformer of a file or component folder. `dtype` is default, bf16, fp16 or fp32."""
     part = find_dit(Path(path))
     turbo, schedule = _schedule_of(part)
-    weights = DTYPES.get(dtype) or DTYPES[part.identity.quantization]
+    weights = weights_dtype(part, dtype)
     supported = list(Qwen21Config.supported_inference_dtypes) + ([torch.float16] if weights == torch.float16 else [])
     load_device = comfy.model_management.get_torch_device()
     offload_device = comfy.model_management.unet_offload_device()

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..checked import printable
 from ..config import DiTConfig, EncoderConfig, VAEConfig
 from ..errors import UserError
-from .files import Checkpoint, TensorInfo
+from .files import Checkpoint
 from .keymap import Source, dit_prefix, dit_sources, encoder_sources, is_comfy_vae, vae_sources
-
-Tensors = Mapping[str, TensorInfo]
+from .packing import Packing, Storage, Tensors, storage_of
 
 SLOTS = {
     "dit": "a Qwen-Image 2.1 transformer (qwen_image_2.1_bf16.safetensors or a diffusers transformer/ folder)",
@@ -29,10 +27,28 @@ TITLES = {
 RELEASED_TEXT_WIDTH = 4096
 
 
+# Models that people put into the wrong slot, by parts of keys that only they have. The first that fits names the file.
+STRANGERS = {
+    ("double_blocks.", "single_blocks.", "single_transformer_blocks."): "a Flux-like transformer",
+    ("joint_blocks.", ".ff_context."): "a Stable Diffusion 3 transformer",
+    ("attn.add_q_proj", "img_mlp.net.", "txt_mlp.net."): "the older 20B Qwen-Image transformer",
+    ("linear_attn.",): "a Qwen3.5 model (the prompt enhancer), not the encoder",
+    (".input_blocks.", "conditioner.embedders.", "cond_stage_model."): "a Stable Diffusion checkpoint",
+    ("down_blocks.0.attentions.", "down_blocks.1.attentions."): "a Stable Diffusion U-Net",
+    (".cross_attn.norm_k.", ".attn2.norm_k."): "a Wan video transformer",
+    ("decoder.up.0.block.", "decoder.up.1.block.", ".upsamplers.0.conv."): "a Flux or Stable Diffusion VAE",
+    ("decoder.upsamples.0.residual.", ".upsamplers.0.resample."): "a Wan 2.1 or 20B Qwen-Image VAE",
+    ("text_model.encoder.", "encoder.block.0.layer.0."): "a CLIP or T5 text encoder",
+}
+LORA_PARTS = ("lora_A", "lora_B", "lora_down", "lora_up", "hada_w1", "lokr_w1")
+OLD_LORA_PARTS = ("add_q_proj", "img_mlp.net", "img_mlp_net", "txt_mlp")
+
+
 @dataclass(frozen=True)
 class Identity:
     """What a checkpoint is. `kind` is dit, encoder, vae, lora or other; `title` names it for people.
 
+    `quantization` sums up how the weights are stored, `packings` tells it for each quantized tensor by its key.
     `damage` says why a checkpoint of a known kind cannot be one; it then has neither config nor sources.
     """
 
@@ -42,19 +58,25 @@ class Identity:
     quantization: str = ""
     config: Any = None
     sources: Mapping[str, Source] | None = None
+    packings: Mapping[str, Packing] = field(default_factory=dict)
     turbo_hint: bool = False
     damage: str = ""
 
 
 def identify(checkpoint: Checkpoint) -> Identity:
     """Name the model in a checkpoint. Never raises for a strange file: strangers are of kind `other`, by name."""
-    tensors = checkpoint.tensors
-    for recognise in (_lora, _strange, _dit, _encoder, _vae):
-        identity = recognise(checkpoint, tensors)
-        if identity is not None:
-            return identity
+    storage = storage_of(checkpoint)
+    tensors = storage.tensors
+    found = (recognise(checkpoint, storage) for recognise in (_adapter, _strange, _dit, _encoder, _vae))
     first = ", ".join(printable(name) for name in list(tensors)[:3])
-    return Identity("other", f"an unknown model ({len(tensors)} tensors: {first}, ...)")
+    unknown = Identity("other", f"an unknown model ({len(tensors)} tensors: {first}, ...)")
+    identity = next((identity for identity in found if identity), unknown)
+    if storage.foreign and (identity.kind in SLOTS or identity is unknown):
+        title = identity.title if identity.kind in SLOTS else "a model"
+        return Identity("other", f"{title} quantized as {storage.foreign}, which this pack does not read")
+    if storage.damage and identity.kind in SLOTS:
+        return Identity(identity.kind, identity.title, identity.layout, damage=storage.damage)
+    return identity
 
 
 def expect(checkpoint: Checkpoint, slot: str) -> Identity:
@@ -64,9 +86,10 @@ def expect(checkpoint: Checkpoint, slot: str) -> Identity:
         raise UserError(f"{checkpoint.path}: this is {identity.title}; expected {SLOTS[slot]}")
     if identity.damage:
         raise UserError(f"{checkpoint.path}: {identity.title}, but damaged or incomplete: {identity.damage}")
-    if identity.quantization not in ("bf16", "fp16", "fp32"):
+    if slot == "vae" and identity.packings:
         raise UserError(
-            f"{checkpoint.path}: its weights are {identity.quantization}, which cannot be loaded yet; use the bf16 file"
+            f"{checkpoint.path}: its weights are {identity.quantization}, but a VAE is read in bf16, fp16 or fp32; use "
+            "the bf16 file"
         )
     return identity
 
@@ -75,34 +98,24 @@ def _has(tensors: Tensors, *parts: str) -> bool:
     return any(part in key for key in tensors for part in parts)
 
 
-def _lora(checkpoint: Checkpoint, tensors: Tensors) -> Identity | None:
-    if not _has(tensors, "lora_A", "lora_B", "lora_down", "lora_up"):
+def _adapter(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
+    """Files that change a model and are none themselves."""
+    if any(key.startswith("pdd_") for key in checkpoint.metadata) or _has(storage.tensors, "pdd_head", "pdd_adapter"):
+        return Identity("other", "a PDD adapter (a LoRA with output heads of its own), which this pack does not read")
+    if not _has(storage.tensors, *LORA_PARTS):
         return None
-    if _has(tensors, "add_q_proj", "img_mlp.net", "img_mlp_net", "txt_mlp"):
+    if _has(storage.tensors, *OLD_LORA_PARTS):
         return Identity("other", "a LoRA of the older 20B Qwen-Image, which does not fit Qwen-Image 2.1")
     return Identity("lora", TITLES["lora"])
 
 
-def _strange(checkpoint: Checkpoint, tensors: Tensors) -> Identity | None:
-    """Models that people put into the wrong slot, recognised by keys that only they have."""
-    marks: tuple[tuple[tuple[str, ...], str], ...] = (
-        (("attn.add_q_proj", "img_mlp.net.", "txt_mlp.net."), "the older 20B Qwen-Image transformer"),
-        (("linear_attn.",), "a Qwen3.5 model (the prompt enhancer), not the encoder"),
-        (("model.diffusion_model.input_blocks.", "conditioner.embedders."), "a Stable Diffusion checkpoint"),
-        (("double_blocks.", "single_blocks."), "a Flux-like transformer"),
-        (("decoder.up.0.block.", "decoder.up.1.block."), "a Flux or Stable Diffusion VAE"),
-        (("decoder.upsamples.0.residual.",), "a Wan 2.1 or 20B Qwen-Image VAE"),
-        (("qweight", "qzeros"), "a GPTQ or AWQ quantized model, which this pack does not read"),
-        (("wscales", "smooth_factor", ".proj_down"), "an SVDQuant (Nunchaku) model, which this pack does not read"),
-        (("bitsandbytes", "absmax"), "a bitsandbytes-quantized model, which this pack does not read"),
-    )
-    for parts, title in marks:
-        if _has(tensors, *parts):
-            return Identity("other", title)
-    return None
+def _strange(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
+    title = next((title for parts, title in STRANGERS.items() if _has(storage.tensors, *parts)), None)
+    return Identity("other", title) if title else None
 
 
-def _dit(checkpoint: Checkpoint, tensors: Tensors) -> Identity | None:
+def _dit(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
+    tensors = storage.tensors
     prefix = dit_prefix(tensors)
     if (
         f"{prefix}txt_in.text_norm.weight" not in tensors
@@ -113,10 +126,11 @@ def _dit(checkpoint: Checkpoint, tensors: Tensors) -> Identity | None:
     layout = ("Comfy" if fused else "diffusers") + (f", keys under {prefix[:-1]!r}" if prefix else "")
     # A folder's sample_sigmas tell, and its name is anybody's choice; only a file has nothing but its name.
     turbo = checkpoint.files == (checkpoint.path,) and "turbo" in checkpoint.path.name.lower()
-    return _known("dit", TITLES["dit"], layout, tensors, dit_sources, DiTConfig.from_shapes, turbo_hint=turbo)
+    return _known("dit", TITLES["dit"], layout, storage, dit_sources, DiTConfig.from_shapes, turbo_hint=turbo)
 
 
-def _encoder(checkpoint: Checkpoint, tensors: Tensors) -> Identity | None:
+def _encoder(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
+    tensors = storage.tensors
     if not _has(tensors, "layers.0.self_attn.q_proj.weight"):
         return None
     if not _has(tensors, "self_attn.q_norm."):
@@ -127,10 +141,11 @@ def _encoder(checkpoint: Checkpoint, tensors: Tensors) -> Identity | None:
     embeddings = encoder_sources(tensors).get("language_model.embed_tokens.weight")
     if embeddings and embeddings.shape[1:] == (2560,):
         return Identity("other", "Qwen3-VL-4B (width 2560); Qwen-Image 2.1 was trained with the 8B (width 4096)")
-    return _known("encoder", TITLES["encoder"], layout, tensors, encoder_sources, EncoderConfig.from_shapes)
+    return _known("encoder", TITLES["encoder"], layout, storage, encoder_sources, EncoderConfig.from_shapes)
 
 
-def _vae(checkpoint: Checkpoint, tensors: Tensors) -> Identity | None:
+def _vae(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
+    tensors = storage.tensors
     if not _has(tensors, "decoder.conv_in.", "decoder.conv1."):
         return None
     comfy = is_comfy_vae(tensors)
@@ -142,40 +157,22 @@ def _vae(checkpoint: Checkpoint, tensors: Tensors) -> Identity | None:
         return Identity(
             "other", f"{names[channels[0]]} with {channels[0]} latent channels, not the 64 of Qwen-Image 2.1"
         )
-    return _known("vae", TITLES["vae"], layout, tensors, vae_sources, VAEConfig.from_shapes)
+    return _known("vae", TITLES["vae"], layout, storage, vae_sources, VAEConfig.from_shapes)
 
 
 def _known(
     kind: str,
     title: str,
     layout: str,
-    tensors: Tensors,
+    storage: Storage,
     sources_of: Callable[[Tensors], dict[str, Source]],
     config_of: Callable[[Mapping[str, tuple[int, ...]]], Any],
     turbo_hint: bool = False,
 ) -> Identity:
     """An identity with its sources, and its sizes where the shapes tell them."""
-    sources = sources_of(tensors)
+    sources = sources_of(storage.tensors)
     try:
         config = config_of({name: source.shape for name, source in sources.items()})
     except UserError as error:
         return Identity(kind, title, layout, damage=str(error))
-    return Identity(kind, title, layout, quantization(tensors), config, sources, turbo_hint)
-
-
-def quantization(tensors: Tensors) -> str:
-    """The weights' storage: bf16, fp16, fp32, or the name of a quantized format."""
-    counts: Counter[str] = Counter()
-    for name, info in tensors.items():
-        if name.endswith("weight") and len(info.shape) >= 2:
-            counts[info.dtype] += info.nbytes
-    quantized = {key for key in counts if key.startswith(("F8", "I8", "U8", "I32"))}
-    if _has(tensors, "comfy_quant") and "I8" in counts:
-        return "int8_convrot"
-    if quantized & {"F8_E4M3", "F8_E5M2"}:
-        return "fp8 scaled" if _has(tensors, "weight_scale", "scale_weight", "scaled_fp8") else "fp8"
-    if quantized:
-        return "quantized (" + ", ".join(sorted(quantized)) + ")"
-    names = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
-    dtype = counts.most_common(1)[0][0] if counts else "F32"
-    return names.get(dtype, dtype)
+    return Identity(kind, title, layout, storage.title, config, sources, storage.packings, turbo_hint)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -22,6 +22,8 @@ from ..vae import VAE
 from .detect import SLOTS, Identity, expect
 from .files import Checkpoint, blaming, is_file, is_folder, open_checkpoint, probe, read_json
 from .keymap import Source
+from .quant import Fp8, is_block_layer, unmatched
+from .weights import Weights, check_storage
 
 
 @dataclass(frozen=True)
@@ -202,12 +204,21 @@ def module_of(slot: str, config: Any, operations: ModuleType = nn, dtype: torch.
 
 
 def load(
-    part: Component, dtype: torch.dtype, device: torch.device | str = "cpu", operations: ModuleType = nn, **kw
+    part: Component,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    operations: ModuleType = nn,
+    fp8: Fp8 | None = None,
+    **kw,
 ) -> nn.Module:
-    """The network of a component, its weights in `dtype` on `device`. Further keywords go to the network."""
+    """The network of a component on `device`: it computes in `dtype`, and weights that are not quantized lie in it.
+
+    What the file holds quantized stays so; `fp8` quantizes block linears of the rest on the way. Further keywords go
+    to the network.
+    """
     if part.identity.kind == "vae":
         kw["encoder"] = has_encoder(part)
-    return fill(module_of(part.identity.kind, part.config, operations, dtype, **kw), part, dtype, device)
+    return fill(module_of(part.identity.kind, part.config, operations, dtype, **kw), part, dtype, device, fp8)
 
 
 def has_encoder(part: Component) -> bool:
@@ -224,31 +235,56 @@ def unused_tensors(part: Component) -> list[str]:
     """Names of tensors that the network has no place for; `UserError` where it lacks any."""
     halves = {"encoder": has_encoder(part)} if part.identity.kind == "vae" else {}
     module = module_of(part.identity.kind, part.config, **halves)
-    return check_sources(module, part.checkpoint.path, part.identity.sources)
+    unused = check_sources(module, part.checkpoint.path, part.identity.sources)
+    check_storage(module, part)
+    return unused
 
 
-def fill(module: nn.Module, part: Component, dtype: torch.dtype, device: torch.device | str) -> nn.Module:
+def fill(
+    module: nn.Module, part: Component, dtype: torch.dtype, device: torch.device | str, fp8: Fp8 | None = None
+) -> nn.Module:
     """Give every parameter of `module` its weights; returns it in eval mode.
 
-    Which parameters there are is asked of a plain module of the same sizes: layers of a host may not have theirs yet.
-    Raises `UserError` where one is missing or has another shape. Tensors the module has no place for are left unread.
+    Layers of quantized weights are replaced, by name. Which parameters there are is asked of a plain module of the same
+    sizes: layers of a host may not have theirs yet. Raises `UserError` where one is missing or has another shape.
+    Tensors the module has no place for are left unread.
     """
-    sources = part.identity.sources
     halves = {"encoder": hasattr(module, "encoder")} if isinstance(module, VAE) else {}
     plain = module_of(part.identity.kind, part.config, **halves)
-    check_sources(plain, part.checkpoint.path, sources)
+    check_sources(plain, part.checkpoint.path, part.identity.sources)
+    check_storage(plain, part)
     with part.checkpoint.reader() as reader, torch.no_grad():
-        for name, parameter in plain.named_parameters():
-            source = sources[name]
-            value = reader.read(source.key, source.rows).reshape(parameter.shape)
-            # copy=True: a tensor that maps the file would crash the process if the file changed later
-            _assign(module, name, value.to(device=device, dtype=dtype, copy=True))
+        weights = Weights(part, reader, dtype, device, fp8)
+        for path, layer in plain.named_modules():
+            quantized = weights.layer(path, layer)
+            if quantized is not None:
+                _put(module, path, quantized)
+                continue
+            for leaf, parameter in layer.named_parameters(recurse=False):
+                value = weights.tensor(f"{path}.{leaf}", tuple(parameter.shape))
+                _put(module, f"{path}.{leaf}", nn.Parameter(value, requires_grad=False))
     return module.eval()
 
 
-def _assign(module: nn.Module, name: str, value: torch.Tensor) -> None:
+def _put(module: nn.Module, name: str, value: nn.Module | nn.Parameter) -> None:
     owner, _, leaf = name.rpartition(".")
-    setattr(module.get_submodule(owner), leaf, nn.Parameter(value, requires_grad=False))
+    setattr(module.get_submodule(owner), leaf, value)
+
+
+def block_layers(part: Component) -> list[str]:
+    """Names of the linear layers that fp8 storage is about."""
+    plain = module_of(part.identity.kind, part.config)
+    return [name for name, layer in plain.named_modules() if isinstance(layer, nn.Linear) and is_block_layer(name)]
+
+
+def check_keep(fp8: Fp8, parts: Sequence[Component]) -> None:
+    """Refuse `keep` patterns that match no layer of these components."""
+    layers = [name for part in parts for name in block_layers(part)] if fp8.keep else []
+    for pattern in unmatched(fp8.keep, layers):
+        raise UserError(
+            f"keep pattern {short(pattern)} matches no layer that fp8 would be used for; write a piece of a name such "
+            f"as {layers[-1]}"
+        )
 
 
 def check_sources(module: nn.Module, path: Path, sources: Mapping[str, Source]) -> list[str]:

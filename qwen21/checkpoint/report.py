@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 from ..checked import printable
@@ -66,6 +67,8 @@ def _files(checkpoint: Checkpoint) -> str:
 
 def _network(checkpoint: Checkpoint, identity: Identity) -> list[str]:
     lines = [f"  layout       {identity.layout}", f"  weights      {identity.quantization}"]
+    for packing, count in Counter(str(packing) for packing in identity.packings.values()).most_common():
+        lines.append(f"  quantized    {count} {packing}")
     try:
         part = component_of(checkpoint, identity)
     except UserError as error:

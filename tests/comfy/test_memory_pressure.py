@@ -5,8 +5,8 @@ import torch
 
 from tests.comfy.graphs import loaders, node
 from tests.comfy.live import Live
-from tests.comfy.models import DIT, TURBO
-from tests.comfy.told import edit, encode, free, look, picture, tell, told_of
+from tests.comfy.models import TURBO
+from tests.comfy.told import edit, encode, free, loader, look, picture, tell, told_of
 
 PRESSED = "ComfyUI needed the memory"
 NOTHING_YET = "nothing stored yet for this loaded model"
@@ -15,10 +15,6 @@ NOTHING_YET = "nothing stored yet for this loaded model"
 def press(how):
     """A run whose MODEL's store was pressed before it."""
     return {"press": node("ProbePress", model=["dit", 0], how=how), "model": ["press", 0]}
-
-
-def loader(file=DIT, dtype="default"):
-    return node("Qwen21LoadDiT", file=file, dtype=dtype)
 
 
 def hit_or_reloaded(comfy, **nodes):

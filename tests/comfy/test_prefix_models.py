@@ -106,7 +106,7 @@ def test_hooks_that_change_weights(comfy, stored, loras):
 
 
 def test_an_interrupt_before_the_prefix_leaves_nothing_half_made(comfy, stored):
-    graph = edit(model=["stop", 0], stop=node("ProbeStop", model=["dit", 0]), pos=encode("stopped"))
+    graph = edit(model=["stop", 0], stop=node("ProbeStop", model=["dit", 0], step=1), pos=encode("stopped"))
     assert comfy.server.post(graph).interrupted
     told_of(comfy, "partial", 2, "the text is new", pos=encode("stopped"))
     told_of(comfy, "hit")

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from tests.comfy.graphs import custom_sampling, ksampler, node, prompt, sampler, show
-from tests.comfy.told import SEEDS, add, edit, encode, free, look, picture, tell, told_of
+from tests.comfy.models import TURBO
+from tests.comfy.told import SEEDS, add, edit, encode, free, loader, look, picture, tell, told_of
 
 
 @pytest.fixture(scope="module")
@@ -66,18 +67,13 @@ def test_a_run_pays_only_for_what_changed(comfy, stored, name):
 
 def test_the_first_run_of_a_model_misses(comfy):
     """And keeps exactly what it says, in memory of its own."""
-    told = tell(comfy, edit(model=["other_model", 0], look=look("other_model"), other_model=turbo()))
+    told = tell(comfy, edit(model=["other_model", 0], look=look("other_model"), other_model=loader(TURBO, "fp32")))
     assert told.is_right()
     facts = told.reuse()
     assert facts["kind"] == "miss" and facts["reason"] == "nothing stored yet for this loaded model"
     seen = told.ran.shown("look")
     assert seen["units"] == 3 and seen["bytes"] == seen["storages"] == told.report["prefix"]["stored_bytes"]
     assert seen["bytes"] == facts["tokens"] * 2 * 2 * 2 * 128 * 4  # K and V, layers, heads, head size, fp32
-
-
-def turbo():
-    """Another loader's output: the same weights in another file, or in another dtype."""
-    return node("Qwen21LoadDiT", file="qwen_image_2.1_turbo_tiny.safetensors", dtype="fp32")
 
 
 def test_the_negative_prompt_reuses_the_references_of_the_same_run(comfy):
@@ -188,3 +184,39 @@ def test_combined_conditionings_are_told_apart(comfy, stored):
     told = tell(comfy, edit(positive=["both", 0], **nodes))
     assert told.is_right()
     assert [facts["kind"] for facts in told.report["prefix"]["positive"]] == ["hit", "partial"]
+
+
+def test_a_latent_behind_another_is_another(comfy, stored):
+    """Latents of ReferenceLatent are known by their contents alone: their keys must say what stands before them."""
+    nodes = {
+        "third": picture(2),
+        "x": node("VAEEncode", pixels=["picture", 0], vae=["vae", 0]),
+        "y": node("VAEEncode", pixels=["other", 0], vae=["vae", 0]),
+        "z": node("VAEEncode", pixels=["third", 0], vae=["vae", 0]),
+        "two": node("ReferenceLatent", conditioning=["one", 0], latent=["y", 0]),
+        "pos": prompt(),
+        "positive": ["two", 0],
+    }
+    kinds = []
+    for first in ("x", "z", "z", "x"):
+        told = tell(comfy, edit(**nodes, one=node("ReferenceLatent", conditioning=["pos", 0], latent=[first, 0])))
+        assert told.is_right()
+        kinds.append(told.reuse()["kind"])
+    assert kinds == ["miss", "miss", "hit", "hit"]
+
+
+def test_no_prefix_outlives_a_run_but_in_the_store(comfy, stored):
+    """Guiders are outputs of nodes, which ComfyUI keeps; an interrupted one keeps its conditions as well."""
+    stray, number = node("ProbeStray", after=["sample", 0]), next(SEEDS)
+    grid = node("Qwen21Schedule", schedule="base", steps=3, denoise=1.0, width=96, height=64)
+    custom = custom_sampling(["grid", 0], grid=grid, noise=node("RandomNoise", noise_seed=number), stray=stray)
+    assert comfy.run(edit() | custom).shown("stray") == 0
+    dual = node("DualModelGuider", model=["dit", 0], model_negative=["second", 0], positive=["pos", 0], cfg=3.0,
+                negative=["neg", 0])  # fmt: skip
+    two = {"neg": encode("blurry"), "second": loader(TURBO), "guider": dual}
+    if dual["class_type"] in comfy.server.object_info():
+        assert comfy.run(edit() | custom | two).shown("stray") == 0
+    stop = node("ProbeStop", model=["dit", 0], step=2)
+    guider = node("BasicGuider", model=["stop", 0], conditioning=["pos", 0])
+    assert comfy.server.post(edit() | custom | {"stop": stop, "guider": guider, "pos": encode("stopped")}).interrupted
+    assert comfy.run({"stray": node("ProbeStray")}).shown("stray") == 0

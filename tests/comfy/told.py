@@ -11,6 +11,7 @@ import torch
 
 from tests.comfy.graphs import Graph, against_fresh, loaders, node, prompt, sampler, two_references
 from tests.comfy.live import Live, Ran
+from tests.comfy.models import DIT
 
 PARTIAL = 1e-5  # of the largest value: text states of the same head round differently behind another tail
 SEEDS = itertools.count(10_000)  # another one for every run, so that ComfyUI's cache has nothing to say
@@ -63,6 +64,10 @@ def edit(make=sampler, cleared: bool = False, **nodes: Any) -> Graph:
 def look(model: str = "dit", after: str = "sample") -> dict[str, Any]:
     """The facts of a MODEL's store after a node."""
     return node("ProbeStore", model=[model, 0], after=[after, 0])
+
+
+def loader(file: str = DIT, dtype: str = "default") -> dict[str, Any]:
+    return node("Qwen21LoadDiT", file=file, dtype=dtype)
 
 
 def encode(text: str = "put <image1> on <image2>", references: str = "refs", **inputs: Any) -> dict[str, Any]:

@@ -49,6 +49,26 @@ class ProbeStore:
         return {"ui": {"shown": [json.dumps(facts(model))]}}
 
 
+class ProbeStray:
+    """How many units of prefixes stay alive when all stores are emptied."""
+
+    INPUT_TYPES = classmethod(lambda cls: {"required": {}, "optional": {"after": ("*",)}})
+    VALIDATE_INPUTS = classmethod(lambda cls, input_types: True)
+    RETURN_TYPES, FUNCTION, CATEGORY, OUTPUT_NODE = (), "run", "probes", True
+    IS_CHANGED = ALWAYS
+
+    def run(self, after=None):
+        gc.collect()
+        found = {"Unit": [], "Store": []}
+        for one in gc.get_objects():
+            found.get(type(one).__name__, []).append(one)
+        for store in found["Store"]:
+            store.clear("a test cleared it")
+        lives = [weakref.ref(unit) for unit in found["Unit"]]
+        del found, one
+        return {"ui": {"shown": [json.dumps(sum(life() is not None for life in lives))]}}
+
+
 class ProbePress:
     """The same MODEL, after its store was asked for memory."""
 
@@ -126,19 +146,24 @@ class ProbeUnseen:
 
 
 class ProbeStop:
-    """A MODEL that is interrupted as its first step begins, before any prefix is there. Nothing acts on its weights."""
+    """A MODEL that is interrupted as a step begins: at the first no prefix is there yet. Its weights are untouched."""
 
-    INPUT_TYPES = classmethod(lambda cls: {"required": {"model": ("MODEL",)}})
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"model": ("MODEL",), "step": ("INT", {"default": 1})}})
     RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "run", "probes"
 
-    def run(self, model):
+    def run(self, model, step):
+        begun = []
+
         def stop(executor, *arguments, **keywords):
-            management.interrupt_current_processing()
+            begun.append(1)
+            if len(begun) == step:
+                management.interrupt_current_processing()
+            if step > 1:  # the first step finds out in its prefill
+                management.throw_exception_if_processing_interrupted()
             return executor(*arguments, **keywords)
 
         clone = model.clone()
-        kind = comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL
-        clone.add_wrapper_with_key(kind, "stop", stop)
+        clone.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, "stop", stop)
         return (clone,)
 
 
@@ -266,5 +291,5 @@ class ProbeYield:
 
 MAPPINGS = {
     cls.__name__: cls
-    for cls in (ProbeStore, ProbePress, ProbeUnseen, ProbeStop, ProbeLife, ProbeRemember, ProbeYield)
+    for cls in (ProbeStore, ProbeStray, ProbePress, ProbeUnseen, ProbeStop, ProbeLife, ProbeRemember, ProbeYield)
 }  # fmt: skip

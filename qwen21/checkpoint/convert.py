@@ -1,0 +1,152 @@
+"""A transformer or encoder as a single scaled fp8 file, in the names and with the markers ComfyUI reads.
+
+Written layer by layer: neither the source nor the result is ever in memory.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from ..errors import UserError
+from ..writing import check_writable, write_together
+from .files import DTYPE_BYTES, TensorInfo
+from .keymap import Source
+from .load import Component, check, check_keep, find_dit, find_encoder, module_of
+from .packing import MARKER
+from .quant import Fp8
+from .weights import Weights
+
+FP8_MARKER = json.dumps({"format": "float8_e4m3fn"}).encode()
+FINAL_NORM = ("model.norm.weight", "model.language_model.norm.weight")  # unused here, but other readers ask for it
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One weight of the new file: its name, the sources whose rows it joins, and whether it becomes fp8."""
+
+    name: str
+    sources: tuple[Source, ...]
+    fp8: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (sum(source.shape[0] for source in self.sources), *self.sources[0].shape[1:])
+
+
+def convert(slot: str, path: Path, fp8: Fp8, out: Path, scales: str = "tensor") -> str:
+    """Write the component at `path` to `out`; returns a line about it. `out` appears whole or not at all.
+
+    `scales` is tensor, all that ComfyUI's own loaders multiply with (a scale per row stops them with an error about
+    sizes), or row: the very weights that a run in fp8 makes for itself.
+    """
+    part = find_dit(path) if slot == "dit" else find_encoder(path)
+    if part.identity.packings:
+        raise UserError(
+            f"{path}: its weights are {part.identity.quantization} already, and quantizing twice loses twice; convert "
+            "the bf16 file"
+        )
+    check_keep(fp8, (part,))
+    check(part)
+    _check_out(out, part)
+    layers = plan(part, fp8)
+    header = _header(layers, part, scales)
+    write_together({out: lambda stream: _write(stream, header, _tensors(layers, part, scales))})
+    count = sum(layer.fp8 for layer in layers)
+    return (
+        f"{out}: {count} layers in fp8, {len(layers) - count} tensors as they were, {out.stat().st_size / GIB:.2f} GiB"
+    )
+
+
+def plan(part: Component, fp8: Fp8) -> list[Layer]:
+    """The weights of the new file. A fused one stays as it was if either of its halves is kept."""
+    groups: dict[str, list[str]] = {}
+    for name, _ in module_of(part.identity.kind, part.config).named_parameters():
+        groups.setdefault(_comfy_name(name), []).append(name)
+    layers = []
+    for name, members in groups.items():
+        sources = tuple(part.identity.sources[member] for member in members)
+        linear = len(sources[0].shape) == 2 and name.endswith(".weight")
+        takes = linear and all(fp8.takes(member.removesuffix(".weight")) for member in members)
+        layers.append(Layer(name, sources, takes))
+    for key in FINAL_NORM:
+        if key in part.checkpoint.tensors:
+            layers.append(Layer("model.norm.weight", (Source(key, part.checkpoint.tensors[key].shape),), False))
+    return layers
+
+
+def _comfy_name(name: str) -> str:
+    """Our name -> that of ComfyUI's single files. Their gate_up is gate_layer's rows, then proj's, as we list them."""
+    for half in (".img_mlp.gate_layer.", ".img_mlp.proj."):
+        name = name.replace(half, ".img_mlp.gate_up.")
+    return name.replace("language_model.", "model.", 1) if name.startswith("language_model.") else name
+
+
+def _header(layers: list[Layer], part: Component, scales: str) -> dict[str, TensorInfo]:
+    """Tensors of the new file by name, those of wide dtypes first: readers want them aligned."""
+    tensors = {}
+    for layer in layers:
+        stem = layer.name.removesuffix(".weight")
+        if layer.fp8:
+            tensors[layer.name] = TensorInfo(part.checkpoint.path, "F8_E4M3", layer.shape)
+            tensors[f"{stem}.weight_scale"] = TensorInfo(
+                part.checkpoint.path, "F32", (layer.shape[0], 1) if scales == "row" else ()
+            )
+            tensors[stem + MARKER] = TensorInfo(part.checkpoint.path, "U8", (len(FP8_MARKER),))
+        else:
+            dtypes = {part.checkpoint.tensors[source.key].dtype for source in layer.sources}
+            tensors[layer.name] = TensorInfo(
+                part.checkpoint.path, dtypes.pop() if len(dtypes) == 1 else "F32", layer.shape
+            )
+    return dict(sorted(tensors.items(), key=lambda item: -DTYPE_BYTES[item[1].dtype]))
+
+
+def _write(stream: BinaryIO, header: dict[str, TensorInfo], data: Iterable[tuple[str, Tensor]]) -> None:
+    offsets, at = {}, 0
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    for name, info in header.items():
+        entries[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [at, at + info.nbytes]}
+        offsets[name] = at
+        at += info.nbytes
+    raw = json.dumps(entries).encode()
+    raw += b" " * (-len(raw) % 8)
+    stream.write(struct.pack("<Q", len(raw)) + raw)
+    for name, tensor in data:
+        stream.seek(8 + len(raw) + offsets[name])
+        stream.write(tensor.contiguous().flatten().view(torch.uint8).numpy())
+
+
+def _tensors(layers: list[Layer], part: Component, scales: str) -> Iterator[tuple[str, Tensor]]:
+    """The data of the new file, one source after another in memory."""
+    with part.checkpoint.reader() as reader, torch.no_grad():
+        weights = Weights(part, reader, torch.float32, "cpu")
+        for layer in layers:
+            stem = layer.name.removesuffix(".weight")
+            if not layer.fp8:
+                values = [reader.read(source.key, source.rows).reshape(source.shape) for source in layer.sources]
+                if len({value.dtype for value in values}) > 1:
+                    values = [value.float() for value in values]
+                yield layer.name, torch.cat(values) if len(values) > 1 else values[0]
+                continue
+            common = None if scales == "row" else weights.common_scale(*layer.sources)
+            packed = weights.quantized(*layer.sources, common=common)
+            yield layer.name, packed.data
+            yield f"{stem}.weight_scale", packed.scale
+            yield stem + MARKER, torch.tensor(list(FP8_MARKER), dtype=torch.uint8)
+
+
+def _check_out(out: Path, part: Component) -> None:
+    if out.suffix.lower() != ".safetensors":
+        raise UserError(f"{str(out)!r}: the output's name must end in .safetensors")
+    check_writable(out)
+    for source in part.checkpoint.files:
+        if out.exists() and out.samefile(source):
+            raise UserError(f"{str(out)!r} is what would be converted, and would be overwritten; choose another name")

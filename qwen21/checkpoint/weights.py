@@ -1,0 +1,143 @@
+"""Single weights from their file to where they stay: plain ones, quantized ones, and fp8 made on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ..checked import short
+from ..errors import UserError
+from .files import Reader
+from .keymap import Source
+from .packing import FLOATS, Packing
+from .quant import E4M3, Fp8, Packed, QuantEmbedding, QuantLinear, dequantized, fp8_scales, hadamard, to_e4m3_range_
+
+if TYPE_CHECKING:
+    from .load import Component
+
+CHUNK_BYTES = 2**24  # of fp32, while rows are quantized
+
+
+class Weights:
+    """Reads the weights of one component, each straight to its dtype and device. One at a time is in memory."""
+
+    def __init__(
+        self, part: Component, reader: Reader, dtype: torch.dtype, device: torch.device | str, fp8: Fp8 | None = None
+    ) -> None:
+        self.path, self.sources, self.packings = part.checkpoint.path, part.identity.sources, part.identity.packings
+        self.reader, self.dtype, self.device, self.fp8 = reader, dtype, device, fp8
+        self._rotations: dict[int, Tensor] = {}
+        self._space: Tensor | None = None
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A parameter in the asked dtype. Of a quantized one, its values."""
+        packing = self.packings.get(self.sources[name].key)
+        value = self._read(self.sources[name]).reshape(shape)
+        if packing is not None:
+            packed = Packed(value.to(self.device), self._scale(self.sources[name], packing), packing.group)
+            return dequantized(packed, self.dtype)
+        # copy=True: a tensor that maps the file would crash the process if the file changed later
+        return value.to(device=self.device, dtype=self.dtype, copy=True)
+
+    def layer(self, name: str, plain: nn.Module) -> nn.Module | None:
+        """A quantized layer in place of the plain one `name`, if the file or `fp8` asks for it."""
+        packed = self._packed(f"{name}.weight", plain)
+        if packed is None:
+            return None
+        rotation = self._rotation(packed.group) if packed.group else None
+        if isinstance(plain, nn.Embedding):
+            return QuantEmbedding(packed, rotation)
+        bias = None if plain.bias is None else self.tensor(f"{name}.bias", tuple(plain.bias.shape))
+        return QuantLinear(packed, bias, rotation)
+
+    def _packed(self, name: str, plain: nn.Module) -> Packed | None:
+        if not isinstance(plain, (nn.Linear, nn.Embedding)):
+            return None
+        source = self.sources[name]
+        packing = self.packings.get(source.key)
+        if packing is not None:
+            data = self._read(source).to(device=self.device, copy=True)
+            return Packed(data, self._scale(source, packing), packing.group)
+        if self.fp8 and isinstance(plain, nn.Linear) and self.fp8.takes(name.removesuffix(".weight")):
+            return self.quantized(source)
+        return None
+
+    def quantized(self, *sources: Source, common: Tensor | None = None) -> Packed:
+        """The rows of some weights as one in fp8, with a scale per row, or under the `common` one.
+
+        No second copy of a weight is in memory: rows pass through a little space, a few at a time.
+        """
+        values = [self._read(source) for source in sources]
+        count = sum(len(value) for value in values)
+        data = torch.empty(count, values[0].shape[1], dtype=E4M3, device=self.device)
+        scale = torch.empty(count, 1, dtype=torch.float32, device=self.device)
+        for start, rows in self._chunks(values):
+            part = slice(start, start + len(rows))
+            scale[part] = fp8_scales(rows) if common is None else common
+            data[part] = to_e4m3_range_(rows, scale[part])
+        self._require_finite(scale, sources[0].key)
+        return Packed(data, scale if common is None else common)
+
+    def common_scale(self, *sources: Source) -> Tensor:
+        """One fp8 scale [1, 1] for weights that are joined."""
+        values = [self._read(source) for source in sources]
+        largest = [fp8_scales(rows).max() for _, rows in self._chunks(values)]
+        scale = torch.stack(largest).max().reshape(1, 1)
+        self._require_finite(scale, sources[0].key)
+        return scale
+
+    def _chunks(self, values: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """A few rows after others in fp32, each with the number of rows before it. The next overwrites them."""
+        before, columns = 0, values[0].shape[1]
+        step = max(1, CHUNK_BYTES // (4 * columns))
+        if self._space is None or self._space.numel() < columns:  # kept: made anew each time, it would scatter the heap
+            self._space = torch.empty(max(CHUNK_BYTES // 4, columns), device=self.device)
+        for value in values:
+            for part in value.split(step):
+                rows = self._space[: part.numel()].view(part.shape)
+                yield before, rows.copy_(part)
+                before += len(part)
+
+    def _read(self, source: Source) -> Tensor:
+        return self.reader.read(source.key, source.rows)
+
+    def _scale(self, source: Source, packing: Packing) -> Tensor | None:
+        """fp32 [rows, 1] or [1, 1]."""
+        if packing.scale is None:
+            return None
+        scale = self.reader.read(packing.scale).to(self.device, torch.float32, copy=True).reshape(-1, 1)
+        self._require_finite(scale, packing.scale)
+        if packing.per_row and source.rows:
+            scale = scale[source.rows[0] : source.rows[1]].clone()
+        return scale
+
+    def _rotation(self, group: int) -> Tensor:
+        """One matrix for all layers of a group size."""
+        if group not in self._rotations:
+            self._rotations[group] = hadamard(group).to(self.device, torch.bfloat16)
+        return self._rotations[group]
+
+    def _require_finite(self, scale: Tensor, key: str) -> None:
+        if not bool(torch.isfinite(scale).all()):
+            raise UserError(f"{self.path}: {short(key)} holds NaN or infinity; download the file again")
+
+
+def check_storage(plain: nn.Module, part: Component) -> None:
+    """Refuse weights whose dtype no network takes: norms that are quantized, whole numbers that mean nothing."""
+    tensors, packings = part.checkpoint.tensors, part.identity.packings
+    for path, layer in plain.named_modules():
+        for leaf, _ in layer.named_parameters(recurse=False):
+            key = part.identity.sources[f"{path}.{leaf}"].key
+            if key in packings and "Norm" in type(layer).__name__:
+                raise UserError(
+                    f"{part.checkpoint.path}: the norm {short(key)} is {packings[key].kind}, but norms are never "
+                    "quantized; the file is broken, take another one"
+                )
+            if key not in packings and tensors[key].dtype not in FLOATS:
+                raise UserError(
+                    f"{part.checkpoint.path}: tensor {short(key)} is {tensors[key].dtype}, expected BF16, F16 or F32; "
+                    "download the file again"
+                )
