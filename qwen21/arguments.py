@@ -25,7 +25,15 @@ def add_generate(p: argparse.ArgumentParser) -> None:
         "--dtype", choices=("auto", "fp32", "bf16", "fp16", "fp8"), default="auto", help="auto: bf16 on CUDA, else fp32"
     )
     model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    model.add_argument("--lora", metavar="F[:strength]", nargs="+", action="extend", default=[], help="not yet")
+    model.add_argument(
+        "--lora",
+        metavar="F[:strength]",
+        type=_lora,
+        nargs="+",
+        action="extend",
+        default=[],
+        help="LoRAs beside the transformer's weights, each at its strength (1)",
+    )
     model.add_argument("--keep", metavar="PATTERN", nargs="+", action="extend", default=[], help="not yet")
 
     picture = p.add_argument_group("picture")
@@ -126,6 +134,23 @@ def _size(text: str) -> tuple[int, int]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no size, expected WIDTHxHEIGHT such as 1024x768") from None
     return width, height
+
+
+def _lora(text: str) -> tuple[Path, float]:
+    """A file and its strength. The colon of a Windows drive is followed by no number, so it stays in the path."""
+    from .checkpoint.lora_apply import LARGEST_STRENGTH
+
+    path, colon, end = text.rpartition(":")
+    try:
+        strength = float(end) if colon and path else 1.0
+    except ValueError:
+        if path.lower().endswith(".safetensors"):
+            raise argparse.ArgumentTypeError(f"{end!r} is no strength, expected F:0.8 or a file alone") from None
+        return Path(text), 1.0
+    if not abs(strength) <= LARGEST_STRENGTH:
+        limits = f"-{LARGEST_STRENGTH:g} to {LARGEST_STRENGTH:g}"
+        raise argparse.ArgumentTypeError(f"{text!r} has strength {strength:g}, expected {limits}")
+    return (Path(path), strength) if colon and path else (Path(text), 1.0)
 
 
 def _sigmas(text: str) -> tuple[float, ...]:

@@ -22,7 +22,6 @@ LONGEST_LINE = 700
 LATER = {
     "kv_storage": lambda value: value != "native",
     "dtype": lambda value: value == "fp8",
-    "lora": bool,
     "keep": bool,
     "repeat": lambda value: value != 1,
     "session": bool,
@@ -110,6 +109,7 @@ def build_parser() -> Parser:
 def run_generate(a: argparse.Namespace) -> int:
     _refuse_later(a)
     from . import outputs
+    from .checkpoint.lora import read_lora
     from .images import open_image
     from .pipeline import Pipeline, Request, Watch
 
@@ -137,8 +137,9 @@ def run_generate(a: argparse.Namespace) -> int:
     )
     device = outputs.pick_device(a.device)
     files = find_model(a)
-    outputs.check_outputs(a.out, a.save_latent, 1, files.paths)
-    pipeline = Pipeline(files, outputs.pick_dtype(a.dtype, device), device, a.kv_device)
+    outputs.check_outputs(a.out, a.save_latent, 1, [*files.paths, *(path for path, _ in a.lora)])
+    loras = tuple((read_lora(path, files.dit.config), strength) for path, strength in a.lora)
+    pipeline = Pipeline(files, outputs.pick_dtype(a.dtype, device), device, a.kv_device, loras=loras)
     with ProgressBar() as bar:
         result = pipeline.generate(request, Watch(on_step=bar.step, on_stage=bar.stage))
     for warning in result.manifest["warnings"]:

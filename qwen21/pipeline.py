@@ -17,6 +17,8 @@ from torch import Tensor
 
 from . import images, tiling
 from .checkpoint import load
+from .checkpoint.lora import Lora
+from .checkpoint.lora_apply import apply_loras
 from .dit import DiT
 from .errors import UserError
 from .manifest import build_manifest
@@ -69,6 +71,7 @@ class Pipeline:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     kv_device: str = "auto"
     keep_loaded: bool = False
+    loras: Sequence[tuple[Lora, float]] = ()  # with their strengths
     _loaded: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @torch.inference_mode()
@@ -194,7 +197,10 @@ class Pipeline:
     def _network(self, name: str) -> Any:
         if name not in self._loaded:
             dtype = self._vae_dtype if name == "vae" else self.dtype
-            self._loaded[name] = load.load(getattr(self.files, name), dtype, self.device)
+            network = load.load(getattr(self.files, name), dtype, self.device)
+            if name == "dit":
+                apply_loras(network, self.loras)
+            self._loaded[name] = network
         return self._loaded[name]
 
     def _release(self, name: str) -> None:

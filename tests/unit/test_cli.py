@@ -107,7 +107,7 @@ BAD = {
     "mask alone": (["--mask", str(ROOT / "qwen21/mini/sample.png")], "--init-image"),
     "kv storage": (["--kv-storage", "fp8"], "--kv-storage fp8 does not work yet"),
     "fp8": (["--dtype", "fp8"], "--dtype fp8 does not work yet"),
-    "lora": (["--lora", "a.safetensors"], "--lora does not work yet"),
+    "lora": (["--lora", "/nowhere/a.safetensors"], "no such file"),
     "keep": (["--keep", "img_mlp"], "--keep does not work yet"),
     "repeat": (["--repeat", "3"], "--repeat does not work yet"),
     "session": (["--session", "jobs.json"], "--session does not work yet"),
