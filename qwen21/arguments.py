@@ -140,9 +140,11 @@ def _lora(text: str) -> tuple[Path, float]:
     """A file and its strength. The colon of a Windows drive is followed by no number, so it stays in the path."""
     from .checkpoint.lora_apply import LARGEST_STRENGTH
 
-    path, colon, end = text.rpartition(":")
+    path, _, end = text.rpartition(":")
+    if not path:
+        return Path(text), 1.0
     try:
-        strength = float(end) if colon and path else 1.0
+        strength = float(end)
     except ValueError:
         if path.lower().endswith(".safetensors"):
             raise argparse.ArgumentTypeError(f"{end!r} is no strength, expected F:0.8 or a file alone") from None
@@ -150,7 +152,7 @@ def _lora(text: str) -> tuple[Path, float]:
     if not abs(strength) <= LARGEST_STRENGTH:
         limits = f"-{LARGEST_STRENGTH:g} to {LARGEST_STRENGTH:g}"
         raise argparse.ArgumentTypeError(f"{text!r} has strength {strength:g}, expected {limits}")
-    return (Path(path), strength) if colon and path else (Path(text), 1.0)
+    return Path(path), strength
 
 
 def _sigmas(text: str) -> tuple[float, ...]:

@@ -205,7 +205,7 @@ def _header_scales(checkpoint: Checkpoint) -> HeaderScales:
         return _settings(settings, f"the header's {METADATA}")
     file = checkpoint.files[0]
     config = file.with_name(PEFT_CONFIG)
-    if (file.name == PEFT_WEIGHTS or checkpoint.path != file) and is_file(config):
+    if file.name == PEFT_WEIGHTS and is_file(config):  # beside any other file it may be another one's
         return _settings(read_json(config), PEFT_CONFIG)
     return HeaderScales()
 

@@ -181,7 +181,12 @@ def test_alpha(saved):
 def test_alpha_in_the_header(saved):
     q, k, v = loras.ATTENTION[:3]
     patches = loras.make(1, [q, k, v])
-    settings = {"r": 2, "lora_alpha": 6, "alpha_pattern": {"to_v": 12, "0.attn.to_k": 1}, "rank_pattern": {"to_q": 1}}
+    settings = {
+        "r": 2,
+        "lora_alpha": 6,
+        "alpha_pattern": {"o_q": 9, "to_v": 12, "0.attn.to_k": 1},
+        "rank_pattern": {"to_q": 1},
+    }
     expected = {q: 6.0, k: 0.5, v: 4.0}
     assert scales(saved(patches, settings=settings)) == expected
     prefixed = {f"transformer.{key}": value for key, value in settings.items()}
@@ -256,10 +261,10 @@ def test_split_and_fuse(saved):
     back = fuse(gate, proj)
     assert all(torch.equal(getattr(back, part), getattr(fused, part)) for part in ("down", "up", "magnitude"))
     assert back.scale == fused.scale
-    for scale in (0.5, 2.0):
-        proj = Adapter(torch.randn(2, 8), torch.randn(5, 2), scale, torch.randn(5))
+    for rank, scale in ((2, 0.5), (2, 2.0), (3, 0.5)):
+        proj = Adapter(torch.randn(rank, 8), torch.randn(5, rank), scale, torch.randn(5))
         back = fuse(gate, proj)
-        assert back.rank == 5
+        assert back.rank == 3 + rank
         assert torch.allclose(back.delta(), torch.cat([gate.delta(), proj.delta()]), atol=1e-6)
         assert torch.equal(back.magnitude, torch.cat([gate.magnitude, proj.magnitude]))
     with pytest.raises(UserError, match="cannot be fused"):
