@@ -28,7 +28,15 @@ def add_generate(p: argparse.ArgumentParser) -> None:
         help="auto: bf16 on CUDA, else fp32; fp8: as auto, with the blocks' weights in fp8",
     )
     model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
-    model.add_argument("--lora", metavar="F[:strength]", nargs="+", action="extend", default=[], help="not yet")
+    model.add_argument(
+        "--lora",
+        metavar="F[:strength]",
+        type=_lora,
+        nargs="+",
+        action="extend",
+        default=[],
+        help="LoRAs beside the transformer's weights, each at its strength (1)",
+    )
     _add_keep(model)
 
     picture = p.add_argument_group("picture")
@@ -174,6 +182,25 @@ def _size(text: str) -> tuple[int, int]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no size, expected WIDTHxHEIGHT such as 1024x768") from None
     return width, height
+
+
+def _lora(text: str) -> tuple[Path, float]:
+    """A file and its strength. The colon of a Windows drive is followed by no number, so it stays in the path."""
+    from .checkpoint.lora_apply import LARGEST_STRENGTH
+
+    path, _, end = text.rpartition(":")
+    if not path:
+        return Path(text), 1.0
+    try:
+        strength = float(end)
+    except ValueError:
+        if path.lower().endswith(".safetensors"):
+            raise argparse.ArgumentTypeError(f"{end!r} is no strength, expected F:0.8 or a file alone") from None
+        return Path(text), 1.0
+    if not abs(strength) <= LARGEST_STRENGTH:
+        limits = f"-{LARGEST_STRENGTH:g} to {LARGEST_STRENGTH:g}"
+        raise argparse.ArgumentTypeError(f"{text!r} has strength {strength:g}, expected {limits}")
+    return Path(path), strength
 
 
 def _sigmas(text: str) -> tuple[float, ...]:

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 LONGEST_LINE = 700
-LATER = {
-    "lora": bool,
-}
 
 
 class Parser(argparse.ArgumentParser):
@@ -112,9 +109,9 @@ def build_parser() -> Parser:
 
 
 def run_generate(a: argparse.Namespace) -> int:
-    _refuse_later(a)
     from . import outputs, session
     from .checkpoint.load import check_keep
+    from .checkpoint.lora import read_lora
     from .checkpoint.quant import fp8_of
     from .pipeline import Pipeline, Watch
     from .request import make_plan
@@ -127,12 +124,14 @@ def run_generate(a: argparse.Namespace) -> int:
     first = request_of(jobs[0])
     files = find_model(a)
     for job in jobs:
-        outputs.check_outputs(job.out, job.save_latent, 1, files.paths)
+        outputs.check_outputs(job.out, job.save_latent, 1, [*files.paths, *(path for path, _ in a.lora)])
         make_plan(request_of(job) if job is not jobs[0] else first, files)  # refuses before the first is painted
     fp8 = fp8_of(a)
     if fp8:
         check_keep(fp8, (files.dit, files.encoder))
-    pipeline = Pipeline(files, outputs.pick_dtype(a.dtype, device), device, a.kv_device, a.kv_storage, fp8=fp8)
+    loras = tuple((read_lora(path, files.dit.config), strength) for path, strength in a.lora)
+    dtype = outputs.pick_dtype(a.dtype, device)
+    pipeline = Pipeline(files, dtype, device, a.kv_device, a.kv_storage, fp8=fp8, loras=loras)
     pipeline.keep_loaded = len(jobs) > 1 and pipeline.fits_together()
     for number, job in enumerate(jobs, 1):
         request = first if number == 1 else request_of(job)
@@ -196,14 +195,6 @@ def _at_most_ten(paths: list[Path]) -> list[Path]:
     return paths
 
 
-def _refuse_later(a: argparse.Namespace) -> None:
-    for name, asked in LATER.items():
-        value = getattr(a, name)
-        if asked(value):
-            shown = f" {value}" if isinstance(value, str) else ""
-            raise UserError(f"--{name.replace('_', '-')}{shown} does not work yet; leave it out")
-
-
 class ProgressBar:
     """Stages and steps on one line of stderr, moving on a terminal, once at the end elsewhere. Use it as a context."""
 
@@ -249,7 +240,6 @@ def run_workflow(a: argparse.Namespace) -> int:
 
 
 def run_plan(a: argparse.Namespace) -> int:
-    _refuse_later(a)
     _at_most_ten(a.image)
     from .planning import run
 

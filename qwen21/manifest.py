@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from . import __version__
+from .checkpoint.lora_apply import describe
 from .sequence import ImageSegment
 
 if TYPE_CHECKING:
@@ -66,9 +67,9 @@ def build_manifest(pipeline: Pipeline, plan: Plan, text: TextStates, prefixes: l
             "bytes": sum(prefix.nbytes for prefix in prefixes),
             "reuse": [prefix.reuse.facts for prefix in prefixes],
         },
-        "loras": [],
+        "loras": [describe(lora, strength) for lora, strength in pipeline.loras],
         "versions": library_versions(),
-        "warnings": list(plan.warnings),
+        "warnings": [*plan.warnings, *(line for lora, _ in pipeline.loras for line in lora.warnings)],
     }
 
 

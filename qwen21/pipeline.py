@@ -19,6 +19,8 @@ from torch import Tensor
 from . import images, memory, tiling
 from .branch import Branch, PrefixFacts
 from .checkpoint import load
+from .checkpoint.lora import Lora
+from .checkpoint.lora_apply import apply_loras
 from .dit import DiT
 from .encoded import EncodedPrompt, EncodedReference, Remembered
 from .errors import UserError
@@ -68,6 +70,7 @@ class Pipeline:
     kv_device: str = "auto"
     codec: str = "auto"
     keep_loaded: bool = False
+    loras: Sequence[tuple[Lora, float]] = ()  # with their strengths
     fp8: Fp8 | None = None  # block linears that are not quantized yet are kept in fp8
     store: Store = field(default_factory=lambda: Store(memory.store_budget()))
     _loaded: dict[str, tuple[Any, str]] = field(default_factory=dict, repr=False)
@@ -215,7 +218,10 @@ class Pipeline:
             dtype = self._vae_dtype if name == "vae" else self.dtype
             part = getattr(self.files, name)
             self._make_room(memory.weight_bytes(part, dtype, self.fp8))
-            self._loaded[name] = load.load(part, dtype, self.device, fp8=self.fp8), made_by
+            network = load.load(part, dtype, self.device, fp8=self.fp8)
+            if name == "dit":
+                apply_loras(network, self.loras)
+            self._loaded[name] = network, made_by
         return self._loaded[name][0]
 
     def _release(self, name: str) -> None:
@@ -235,7 +241,8 @@ class Pipeline:
 
     def identity(self, codec: str) -> ModelIdentity:
         """What the K and V of this pipeline's prefixes depend on besides their inputs."""
-        return ModelIdentity(self._made_by("dit"), str(self.dtype), codec, device=self.device.type)
+        patches = ", ".join(f"{lora.digest} at {strength}" for lora, strength in self.loras if strength)
+        return ModelIdentity(self._made_by("dit"), str(self.dtype), codec, patches, self.device.type)
 
     def prefix_room(self, working: int) -> tuple[int | None, int]:
         """Bytes for a prefix beside `working` bytes a step, on the device (None on a CPU) and in RAM: what is free,

@@ -107,7 +107,7 @@ BAD = {
     "mask alone": (["--mask", str(ROOT / "qwen21/mini/sample.png")], "--init-image"),
     "kv storage": (["--kv-storage", "int3"], "invalid choice"),
     "keep nothing": (["--dtype", "fp8", "--keep", "img_mpl"], "keep pattern 'img_mpl' matches no layer"),
-    "lora": (["--lora", "a.safetensors"], "--lora does not work yet"),
+    "lora": (["--lora", "/nowhere/a.safetensors"], "no such file"),
     "keep": (["--keep", "img_mlp"], "--keep img_mlp says what fp8 leaves alone, but --dtype is auto"),
     "repeat": (["--repeat", "0"], "--repeat is 0"),
     "session": (["--session", "jobs.json"], "cannot be read"),

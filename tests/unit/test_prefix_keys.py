@@ -250,6 +250,7 @@ def test_origins_read_from_json_name_the_same():
     """JSON knows no tuples: what comes back must still find what the origin that was written finds."""
     text, origin = encoded()
     back = Origins.from_facts(json.loads(json.dumps(Origins(origin).facts())))
+    assert back == Origins(origin)
     references = [LATENTS["cat"], LATENTS["dog"]]
     expected = unit_keys(text.states, references, text.image_slots, Origins(origin))
     assert unit_keys(text.states, references, text.image_slots, back) == expected

@@ -257,7 +257,8 @@ def test_places_are_asked_for_what_is_not_there(dit, codec):
         return LAYERS * sum(CODECS[codec].nbytes(n, 1, 128, torch.float32) for n in units)
 
     for given in (inputs(), inputs(), inputs("abc", "xz")):
-        through(store, dit, given, identity, place)
+        prefix, _ = through(store, dit, given, identity, place)
+        assert prefix.nbytes == nbytes(5, 5, 3)
     assert asked == [nbytes(5, 5, 3), 0, nbytes(5, 3)]
     if codec == "native":
         assert asked[0] == 13 * TOKEN
