@@ -25,7 +25,7 @@ class PrefixFacts:
     """What a report says of a prefix, without keeping its tensors alive."""
 
     layout: PrefixLayout
-    nbytes: int
+    units: dict[int, int]  # bytes of each unit by its id: prefixes share some
     reuse: Reuse
 
 
@@ -52,7 +52,10 @@ class Branch:
     def facts(self) -> list[PrefixFacts]:
         """Facts of each different prompt's prefix, computing those that are missing."""
         found = {id(prompt): self._prefix(prompt) for prompt in self.prompts}.values()
-        return [PrefixFacts(prefix.layout, prefix.nbytes, reuse) for prefix, reuse in found]
+        return [
+            PrefixFacts(prefix.layout, {id(unit): unit.nbytes for unit in prefix.units}, reuse)
+            for prefix, reuse in found
+        ]
 
     def velocity(self, x: Tensor, sigma: float) -> Tensor:
         """v [B, C, h, w]. Rows of one prompt run as one batch, different prompts one after another."""

@@ -263,6 +263,7 @@ class DiT(nn.Module):
                     for first, stop, seen, causal in _pieces(segments, chunk, start)
                 ]
                 x[:, chunk] = block.finish(x[:, chunk], torch.cat(attended, dim=2), modulation)
+            del queries, keys, values, earlier, q, attended  # before the next layer's are joined
 
     def _embed(self, segment: Segment, text: Tensor, references: Sequence[Tensor]) -> Tensor:
         """A prefix segment's tokens [1, n, width]."""

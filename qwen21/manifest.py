@@ -64,7 +64,7 @@ def build_manifest(pipeline: Pipeline, plan: Plan, text: TextStates, prefixes: l
             "cache": request.prefix_cache,
             "codec": ", ".join(dict.fromkeys(prefix.reuse.codec for prefix in prefixes)),
             "tokens": [prefix.layout.length for prefix in prefixes],
-            "bytes": sum(prefix.nbytes for prefix in prefixes),
+            "bytes": sum({key: n for prefix in prefixes for key, n in prefix.units.items()}.values()),
             "reuse": [prefix.reuse.facts for prefix in prefixes],
         },
         "loras": [describe(lora, strength) for lora, strength in pipeline.loras],

@@ -198,19 +198,13 @@ def _unit_activations(
     # The first unit's are what a native codec stores.
     unstored = everything if earlier else tokens * wide * _unstored_halves(codec, away)
     inputs = 2 * tokens * wide  # x, and q of all chunks
-    last = 2 * chunk * wide  # q of the last layer's last chunk, and what it attended to
     moments = (
-        # the last chunk's projection, beside the last layer's q, joined keys and values
-        inputs + 3 * (tokens - chunk) * wide + chunk * (7 * wide + _rotating(config, dtype)) + unstored + reading.keys,
-        # own keys and values; the last layer's are still joined while this layer's are decoded, and joined
-        2 * inputs + last + unstored + reading.keys + reading.peak,
-        2 * inputs + last + unstored + reading.left + everything,
-        inputs
-        + last
-        + everything
-        + reading.keys
-        + (inputs if earlier else 0)
-        + _encoding(config, tokens, dtype, codec),
+        # the last chunk's projection, beside x and what the other chunks have made
+        inputs + (2 * tokens - 3 * chunk) * wide + chunk * (5 * wide + _rotating(config, dtype)),
+        # x, own queries, keys and values, while those before are decoded, and joined
+        2 * inputs + reading.peak,
+        2 * inputs + reading.left + everything,
+        inputs + everything + reading.keys + (inputs if earlier else 0) + _encoding(config, tokens, dtype, codec),
         # the last chunk's MLP: what was attended to twice, x after it, the norm, gate and value, the output
         inputs + chunk * (5 + 2 * config.mlp_ratio) * wide + unstored + reading.keys,
     )

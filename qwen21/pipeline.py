@@ -236,12 +236,12 @@ class Pipeline:
             return self._loaded[name][1]
         checkpoint = getattr(self.files, name).checkpoint
         found = [file.stat() for file in checkpoint.files]
-        stamps = [(stat.st_size, stat.st_mtime_ns) for stat in found]
+        stamps = [(stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in found]
         return f"{checkpoint.fingerprint} {stamps} {self._vae_dtype if name == 'vae' else self.dtype} {self.fp8}"
 
     def identity(self, codec: str) -> ModelIdentity:
         """What the K and V of this pipeline's prefixes depend on besides their inputs."""
-        patches = ", ".join(f"{lora.digest} at {strength}" for lora, strength in self.loras if strength)
+        patches = ", ".join(sorted(f"{lora.digest} at {strength}" for lora, strength in self.loras if strength))
         return ModelIdentity(self._made_by("dit"), str(self.dtype), codec, patches, self.device.type)
 
     def prefix_room(self, working: int) -> tuple[int | None, int]:

@@ -53,6 +53,7 @@ class FakeCuda:
                 cuda.log.append((self.name, "settled"))
 
         monkeypatch.setattr(torch.cuda, "cudart", lambda: self)
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: cuda.log.append(("device", "settled")))
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: Stream(name=self.running))
         monkeypatch.setattr(torch.cuda, "stream", self._run_on)

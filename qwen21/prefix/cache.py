@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -27,6 +28,7 @@ class Unit:
         self.layers: list[tuple[Parts, Parts]] = []
         self.seconds = 0.0
         self._buffer: HostBuffer | None = None
+        self._moving = threading.Lock()
 
     @property
     def nbytes(self) -> int:
@@ -54,15 +56,16 @@ class Unit:
     def move(self, device: Device) -> None:
         """Carry every layer to another device. Who reads the unit at that moment keeps what was read."""
         device = torch.device(device)
-        if not self.layers or same_device(self.device, device):
-            return
-        buffer = None
-        if device.type == "cpu":
-            buffer = HostBuffer(sum(_aligned(layer) for layer in self.layers), self.device)
-        for i, layer in enumerate(self.layers):
-            self.layers[i] = _moved(layer, device, buffer)
-        self._buffer = buffer
-        self.settle()
+        with self._moving:
+            if not self.layers or same_device(self.device, device):
+                return
+            buffer = None
+            if device.type == "cpu":
+                buffer = HostBuffer(sum(_aligned(layer) for layer in self.layers), self.device)
+            for i, layer in enumerate(self.layers):
+                self.layers[i] = _moved(layer, device, buffer)
+            self._buffer = buffer
+            self.settle()
 
     def decode(self, layer: tuple[Parts, Parts], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """k, v [1, H, n, D] of a layer's packed parts."""

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from .codecs import Parts
 
 ALIGNMENT = 256  # bytes: any dtype may start there
+# Without this, pages count as memory shared with other processes. Windows has no such choice.
+PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 def same_device(a: torch.device, b: torch.device) -> bool:
@@ -34,6 +36,7 @@ class _Pages(mmap.mmap):
 
     def __del__(self) -> None:
         if self.locked is not None:
+            torch.cuda.synchronize()  # a copy from here may still be under way
             torch.cuda.cudart().cudaHostUnregister(self.locked)
 
 
@@ -45,7 +48,7 @@ class HostBuffer:
     """
 
     def __init__(self, nbytes: int, source: torch.device) -> None:
-        pages = _Pages(-1, max(nbytes, 1))
+        pages = _Pages(-1, max(nbytes, 1), **PRIVATE)
         self._data = torch.frombuffer(pages, dtype=torch.uint8)  # holds the pages, as does every tensor taken from it
         self._used = 0
         self._stream = None

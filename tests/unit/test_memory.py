@@ -155,13 +155,12 @@ def test_activations_beside_a_prefix_in_ram(dit, monkeypatch, codec):
 
 
 def test_prefill_does_not_grow_with_references(dit, monkeypatch):
-    """But for keys and values of a layer, which attention needs in one piece: the last layer's are still there when
-    this layer's are joined."""
+    """But for keys and values of a layer, which attention needs in one piece."""
     monkeypatch.setattr(dit_module, "PREFILL_CHUNK", 48)
     wide, rest = CONFIG.width * next(dit.parameters()).dtype.itemsize, {}
     for references in (1, 2, 8):
         prefix, peak = prefilled(dit, "native", *inputs(dit, 3 * references + 10, references, (10, 10)))
-        rest[references] = peak - 2 * 2 * prefix.length * wide
+        rest[references] = peak - 2 * prefix.length * wide
     assert rest[8] == pytest.approx(rest[2], rel=CLOSE)
     assert rest[8] - rest[1] < 6 * 103 * wide  # x, q, k and v of a reference, and its own keys and values as stored
 

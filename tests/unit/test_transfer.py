@@ -111,7 +111,7 @@ def test_memory_goes_back_to_the_system_with_the_last_tensor(monkeypatch):
     made = []
 
     class Pages(transfer._Pages):
-        def __init__(self, *args):
+        def __init__(self, *args, **kw):
             made.append(weakref.ref(self))
 
     monkeypatch.setattr(transfer, "_Pages", Pages)
