@@ -1,7 +1,6 @@
 """The sampler's report: what ran, what a rerun has to pin, and the same in a few lines for the node."""
 
 from ..qwen21.manifest import library_versions
-from ..qwen21.prefix import Reuse
 from .common import LATENTS, PADS, REPORT, SLOTS
 
 
@@ -45,6 +44,8 @@ def _warnings(schedule, extra, unused_negative):
 
 def summary(report):
     """A few lines for the node."""
+    from ..qwen21.prefix import Reuse
+
     references = (report["positive"] or {}).get("references", [])
     width, height = report["size"]
     lines = [

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .dit import DiT
-from .memory import working_bytes
+from .memory import unit_tokens, working_bytes
 from .prefix import CODECS, Origins, Prefix, PrefixInputs, Reuse, Unit, content, prefix_through, unit_keys
 from .sequence import PrefixLayout
 
@@ -85,7 +85,7 @@ class Branch:
         )
         h, w = self.plan.grid
         rows = sum(other is prompt for other in self.prompts)
-        working = working_bytes(self.dit.config, rows, h * w, inputs.layout.length, pipeline.dtype)
+        working = working_bytes(self.dit.config, rows, h * w, unit_tokens(inputs.layout), pipeline.dtype)
 
         def place(needed: int, head: Sequence[Unit]) -> torch.device:
             return pipeline.place(needed, working, head)

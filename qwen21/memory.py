@@ -227,15 +227,11 @@ def _encoding(config: DiTConfig, tokens: int, dtype: torch.dtype, codec: Codec) 
     return peak
 
 
-def working_bytes(config: DiTConfig, batch: int, tokens: int, prefix: int, dtype: torch.dtype) -> int:
-    """A step's activations for `batch` targets of `tokens` each behind a native prefix of `prefix` tokens."""
-    return step_activations(config, batch, tokens, (prefix,) if prefix else (), dtype)
-
-
-def step_bytes(config: DiTConfig, batch: int, tokens: int, prefixes: Sequence[int], dtype: torch.dtype) -> int:
-    """`working_bytes`, and the prefixes that a step reads (their lengths in tokens)."""
-    kept = sum(unit_bytes(config, tokens, dtype) for tokens in prefixes)
-    return working_bytes(config, batch, tokens, max(prefixes, default=0), dtype) + kept
+def working_bytes(config: DiTConfig, batch: int, tokens: int, units: Sequence[int], dtype: torch.dtype) -> int:
+    """What prefilling a native prefix of `units` and stepping behind it need beside weights and prefix, for `batch`
+    targets of `tokens` each, with what kernels and the allocator take on top."""
+    step = step_activations(config, batch, tokens, units, dtype)
+    return int(ALLOWANCE * max(step, prefill_activations(config, [Chain((), tuple(units))], dtype)))
 
 
 def store_budget() -> int:

@@ -76,13 +76,6 @@ def condition_of(cond: Mapping[str, Any], normalise: Callable[[Tensor], Tensor])
     return Condition(texts, references, slots, keys, stable=cond.get("hooks") is None)
 
 
-def prefix_tokens(cond: Mapping[str, Any]) -> int:
-    """Prefix tokens of a CONDITIONING's entries, for memory estimates."""
-    states = cond.get("cross_attn")
-    text = 0 if states is None else states.shape[1]
-    return text + sum(latent.shape[-1] * latent.shape[-2] for latent in cond.get(LATENTS) or [])
-
-
 def _slots(cond: Mapping[str, Any]) -> list[int]:
     slots = cond.get(SLOTS)
     if slots is None:

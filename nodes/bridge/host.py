@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import comfy.model_management
 import comfy.model_patcher
 import folder_paths
 import torch
 
-from ...qwen21.checkpoint.load import Component
 from ...qwen21.errors import UserError
 from ...qwen21.options import COMPONENTS
+
+if TYPE_CHECKING:
+    from ...qwen21.checkpoint.load import Component
 
 FOLDERS = {"dit": "diffusion_models", "encoder": "text_encoders", "vae": "vae"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}

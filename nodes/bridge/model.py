@@ -23,12 +23,12 @@ from ...qwen21.checkpoint.load import Component, fill, find_dit, folder_schedule
 from ...qwen21.config import LATENT_PIXELS, LATENTS_MEAN, LATENTS_STD, ScheduleConfig
 from ...qwen21.dit import DiT
 from ...qwen21.errors import UserError
-from ...qwen21.memory import working_bytes
+from ...qwen21.memory import unit_tokens, working_bytes
 from ...qwen21.prefix import Prefix
 from ...qwen21.schedule import official_grid
-from .condition import Condition, condition_of, prefix_tokens
+from .condition import Condition, condition_of
 from .host import check_cancel, patcher_class, weights_dtype
-from .prefixes import OPTIONS, PrefixStore, drop_prefixes
+from .prefixes import OPTIONS, PrefixStore, note_reuse
 
 log = logging.getLogger(__name__)
 
@@ -191,6 +191,8 @@ class OpaqueCond(comfy.conds.CONDRegular):
         return self.cond.key == other.cond.key and len(self.cond.texts) == 1  # several texts repeat over each batch
 
     def concat(self, others: list[OpaqueCond]) -> Condition:
+        for other in others:
+            other.cond.reuse = self.cond.reuse  # one prefix, and what became of it is told of each
         return self.cond
 
     def size(self) -> list[int]:
@@ -219,19 +221,29 @@ class Qwen21Model(_LoraBase):
     def extra_conds(self, **kwargs: Any) -> dict[str, Any]:
         condition = condition_of(kwargs, self.process_latent_in)
         condition.model = self
+        self.prefix_store.watch(condition)
         return {"qwen21": OpaqueCond(condition)}
 
     def extra_conds_shapes(self, **kwargs: Any) -> dict[str, list[int]]:
-        to_come = self.prefix_store.bytes_to_come(condition_of(kwargs, self.process_latent_in))
-        return {"qwen21": [1, 1, prefix_tokens(kwargs)], "qwen21_bytes": [1, 1, to_come]}
+        condition = condition_of(kwargs, self.process_latent_in)
+        units = [unit_tokens(condition.layout(row)) for row in range(len(condition.texts))]
+        sizes = {
+            "": max(map(sum, units)),
+            "_unit": max(map(max, units)),
+            "_bytes": self.prefix_store.bytes_to_come(condition),
+        }
+        return {f"qwen21{name}": [1, 1, size] for name, size in sizes.items()}
 
     def memory_required(self, input_shape: list[int], cond_shapes: dict[str, list[list[int]]] | None = None) -> int:
-        """Bytes of a step's activations, of one layer's joined keys and values, and of the prefixes that a run adds."""
+        """Bytes of activations at prefill or at a step, whichever is more, and of the prefixes that a run adds."""
         shapes = cond_shapes or {}
-        prefixes, to_come = ([shape[-1] for shape in shapes.get(name, [])] for name in ("qwen21", "qwen21_bytes"))
+        names = ("qwen21", "qwen21_unit", "qwen21_bytes")
+        prefixes, largest, to_come = ([shape[-1] for shape in shapes.get(name, [])] for name in names)
         tokens, longest = input_shape[-1] * input_shape[-2], max(prefixes, default=0)
-        config = self.diffusion_model.config
-        return working_bytes(config, input_shape[0], tokens, longest, self.compute_dtype) + sum(to_come)
+        unit = max(largest, default=0)
+        units = [n for n in (longest - unit, unit) if n]
+        working = working_bytes(self.diffusion_model.config, input_shape[0], tokens, units, self.compute_dtype)
+        return working + sum(to_come)
 
 
 def load_model(path: str, dtype: str = "default", disable_dynamic: bool = False) -> Any:
@@ -253,7 +265,7 @@ def load_model(path: str, dtype: str = "default", disable_dynamic: bool = False)
     patcher = patcher_class(disable_dynamic)(model, load_device=load_device, offload_device=offload_device)
     patcher.cached_patcher_init = (load_model, (path, dtype))
     model.prefix_store.device = load_device
-    patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_CLEANUP, _register_store)
+    patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_CLEANUP, _end_run)
     patcher.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.OUTER_SAMPLE, "qwen21", _use_official_grid)
     return patcher
 
@@ -292,12 +304,14 @@ def _use_official_grid(executor: Any, noise: Tensor, latent_image: Tensor, sampl
     try:
         return executor(noise, latent_image, sampler, sigmas, *rest, **kw)
     finally:
-        drop_prefixes(executor.class_obj)
+        note_reuse(executor.class_obj)
+        if isinstance(patcher.model, Qwen21Model):
+            patcher.model.prefix_store.begin(None)
 
 
-def _register_store(patcher: Any) -> None:
+def _end_run(patcher: Any) -> None:
     """After a run: clones of the loader's patcher share its model, and so its store."""
-    patcher.model.prefix_store.patcher.register()
+    patcher.model.prefix_store.end()
 
 
 def is_ours(patcher: Any) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ...qwen21.memory import store_budget, working_bytes
+from ...qwen21.memory import store_budget, unit_tokens, working_bytes
 from ...qwen21.prefix import CODECS, Codec, ModelIdentity, Place, Prefix, PrefixInputs, Reuse, Unit, prefix_through
 from .host import free_bytes, free_ram
 from .identity import PatchDigest, Unseen, require_visible
@@ -40,13 +41,18 @@ class PrefixStore:
     """A base model's store, as long-lived as the model."""
 
     def __init__(self, model: Any, fingerprint: str) -> None:
-        self._model = model
+        self._owner = weakref.ref(model)  # ComfyUI wants models to go without the garbage collector
+        self._conditions: weakref.WeakSet[Condition] = weakref.WeakSet()
         self._fingerprint = fingerprint
         self._digest = PatchDigest()
         self._patcher: StorePatcher | None = None
         self.device = torch.device("cpu")
         self._upcoming: Any = None
         self._counted: set[str] = set()
+
+    @property
+    def _model(self) -> Any:
+        return self._owner()
 
     @property
     def patcher(self) -> StorePatcher:
@@ -61,7 +67,7 @@ class PrefixStore:
         where its weights, patches and hooks are in force; `prefilling` goes to `DiT.prefill`."""
         settings = PrefixSettings(**options.get(OPTIONS, {}))
         dit, inputs = self._model.diffusion_model, condition.inputs(row, x)
-        working = working_bytes(dit.config, x.shape[0], x.shape[-1] * x.shape[-2], inputs.layout.length, x.dtype)
+        working = working_bytes(dit.config, x.shape[0], x.shape[-1] * x.shape[-2], unit_tokens(inputs.layout), x.dtype)
         codec = inputs.codec(settings.storage, dit, *self._room(settings, working, x.device))
 
         def place(needed: int, head: Sequence[Unit]) -> torch.device:
@@ -116,6 +122,17 @@ class PrefixStore:
         """Before a run, and before ComfyUI asks what it needs: `patcher` is about to sample."""
         self._upcoming, self._counted = patcher, set()
 
+    def watch(self, condition: Condition) -> None:
+        """A condition of the run: some guiders keep theirs where nobody else finds them."""
+        self._conditions.add(condition)
+
+    def end(self) -> None:
+        """After a run: let go of its prefixes, which only the store may keep, and be ready to yield them."""
+        self._upcoming = None
+        for condition in self._conditions:
+            condition.prefixes.clear()
+        self.patcher.register()
+
     def bytes_to_come(self, condition: Condition) -> int:
         """Bytes that a condition's prefixes will add to the device: without what the store holds there already, and
         without what another condition of the run was asked for before."""
@@ -139,8 +156,7 @@ class PrefixStore:
 
     def _absent(self, condition: Condition, row: int, settings: PrefixSettings, codec: str) -> list[tuple[str, int]]:
         """Key and tokens of the units of a text that are not on the device."""
-        keys, units = condition.keys[row], condition.layout(row).units
-        tokens = [unit[-1].stop - unit[0].offset for unit in units]
+        keys, tokens = condition.keys[row], unit_tokens(condition.layout(row))
         present = 0
         if self._patcher is not None and settings.cache and condition.stable:
             x = torch.empty(0, dtype=self._model.compute_dtype, device=self.device)
@@ -151,20 +167,13 @@ class PrefixStore:
         return list(zip(keys, tokens, strict=True))[present:]
 
 
-def drop_prefixes(guider: Any) -> None:
-    """At a run's end: let go of its prefixes, which only the store may keep, and note what became of each.
-
-    An interrupted guider keeps its conditions, and as a node's output it may live long. `guider.qwen21_reuse` holds
-    the facts by condition name, for a report.
-    """
+def note_reuse(guider: Any) -> None:
+    """At a run's end: say what became of each prefix, in the log and, by condition name, as `guider.qwen21_reuse`."""
     guider.qwen21_reuse = {}
     for name, entries in getattr(guider, "conds", {}).items():
         held = [entry.get("model_conds", {}).get("qwen21") for entry in entries]
-        conditions = [one.cond for one in held if one is not None]
-        facts = [reuse for condition in conditions for _, reuse in sorted(condition.reuse.items())]
+        facts = [reuse for one in held if one is not None for _, reuse in sorted(one.cond.reuse.items())]
         for reuse in facts:
             log.info("Qwen-Image 2.1: %s prefix: %s", name, reuse)
         if facts:
             guider.qwen21_reuse[name] = [reuse.timed_facts for reuse in facts]
-        for condition in conditions:
-            condition.prefixes.clear()

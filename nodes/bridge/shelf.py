@@ -79,7 +79,7 @@ class StorePatcher(comfy.model_patcher.ModelPatcher):
         store, device = self.store, self.load_device
         if device.type == "cpu":
             return store.release(nbytes, device, PRESSED, sparing=sparing)
-        fits = max(0, min(nbytes, free_ram() - int(SPARE_RAM * total_ram())))
+        fits = max(0, free_ram() - int(SPARE_RAM * total_ram()))
         freed = store.release(nbytes, device, PRESSED, to=torch.device("cpu"), most=fits, sparing=sparing)
         if freed < nbytes:
             freed += store.release(nbytes - freed, device, PRESSED, sparing=sparing)

@@ -78,7 +78,7 @@ class Qwen21VAE:
             while len(self._latents) > KEPT_LATENTS:
                 self._latents.popitem(last=False)
         self._latents.move_to_end(reference.digest)
-        return self._latents[reference.digest]
+        return self._latents[reference.digest].clone()  # another node may change what it is given
 
     def spacial_compression_decode(self) -> int:
         return LATENT_PIXELS

@@ -57,10 +57,11 @@ class Installation:
         return self._install_beside(f"{FRONTEND}=={wanted[1]}", folder) if wanted and wanted[1] != frontend else ""
 
     def environment(self) -> dict[str, str]:
-        """Of its processes: two threads, and none of our own folders on the path."""
+        """Of its processes: two threads that sleep while they wait, and none of our own folders on the path."""
         kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         side = {"PYTHONPATH": str(self._side)} if self._side else {}
-        return {**kept, **side, "OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
+        threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+        return {**kept, **side, **threads, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
 
     def python(self, *arguments: object, timeout: float = 120) -> subprocess.CompletedProcess[str]:
         """Run its interpreter in its folder, where `-c` and `-m` can import ComfyUI's modules."""

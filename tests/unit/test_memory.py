@@ -165,13 +165,15 @@ def test_prefill_does_not_grow_with_references(dit, monkeypatch):
     assert rest[8] - rest[1] < 6 * 103 * wide  # x, q, k and v of a reference, and its own keys and values as stored
 
 
-def test_the_old_names_agree(dit):
-    """What others ask for: lengths of native prefixes instead of units."""
-    bf16 = torch.bfloat16
-    assert memory.working_bytes(CONFIG, 2, 64, 300, bf16) == memory.step_activations(CONFIG, 2, 64, (300,), bf16)
-    assert memory.working_bytes(CONFIG, 2, 64, 0, bf16) == memory.step_activations(CONFIG, 2, 64, (), bf16)
-    kept = 3 * 2 * (300 + 20) * CONFIG.width * 2
-    assert memory.step_bytes(CONFIG, 2, 64, [300, 20], bf16) == memory.working_bytes(CONFIG, 2, 64, 300, bf16) + kept
+def test_a_run_needs_the_most_that_its_stages_need(dit):
+    """A small picture over a large reference is all prefill, a large one over a word all steps."""
+    bf16, native = torch.bfloat16, CODECS["native"]
+    for units, tokens in (((300, 20), 4), ((2,), 400)):
+        prefill = memory.prefill_activations(CONFIG, [memory.Chain((), units)], bf16, native)
+        step = memory.step_activations(CONFIG, 2, tokens, units, bf16)
+        assert (prefill > step) == (tokens == 4)
+        assert memory.working_bytes(CONFIG, 2, tokens, units, bf16) == int(memory.ALLOWANCE * max(prefill, step))
+    assert memory.working_bytes(CONFIG, 1, 9, (), bf16) > 0
 
 
 # --- weights and the text encoder ----------------------------------------------------------------------------------
