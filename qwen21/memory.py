@@ -52,6 +52,19 @@ def weight_bytes(part: Component, dtype: torch.dtype | None = None, fp8: Fp8 | N
     return total
 
 
+def rebuilt_bytes(part: Component, dtype: torch.dtype, fp8: Fp8 | None = None) -> int:
+    """Bytes of the largest weight that is rebuilt in `dtype` at each use, because it stays quantized."""
+    return max(
+        (
+            math.prod(source.shape) * dtype.itemsize
+            for name, source in part.identity.sources.items()
+            if source.key in part.identity.packings
+            or (fp8 is not None and len(source.shape) == 2 and fp8.takes(name.rpartition(".")[0]))
+        ),
+        default=0,
+    )
+
+
 def unit_tokens(layout: PrefixLayout) -> tuple[int, ...]:
     """Tokens of each unit of a prefix."""
     return tuple(unit[-1].stop - unit[0].offset for unit in layout.units)

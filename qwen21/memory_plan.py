@@ -186,12 +186,17 @@ def _needs(
     made, cells = memory.chains(job.prefixes, job.shared), math.prod(job.grid)
     vae_dtype = torch.float32 if dtype == torch.float16 else dtype  # its values can exceed what fp16 holds
 
+    rebuilt = memory.rebuilt_bytes(parts["dit"], compute, fp8)
+
     def prefill(away: bool) -> dict[str, int]:
-        return {name: memory.prefill_activations(config, made, compute, CODECS[name], away=away) for name in FIDELITY}
+        peak = memory.prefill_activations
+        return {name: rebuilt + peak(config, made, compute, CODECS[name], away=away) for name in FIDELITY}
 
     def step(codec: str, away: bool) -> int:
         peak = memory.step_activations
-        return max(peak(config, job.batch, cells, chain.units, compute, CODECS[codec], away) for chain in made)
+        return rebuilt + max(
+            peak(config, job.batch, cells, chain.units, compute, CODECS[codec], away) for chain in made
+        )
 
     return Needs(
         weights={

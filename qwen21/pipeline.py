@@ -161,7 +161,7 @@ class Pipeline:
         vae = self._network("vae")
         pixels = images.to_vae_pixels(picture).to(self.device, self._vae_dtype)
         self._make_room_for_vae(picture.size, decode=False)
-        return vae.normalise(tiling.encode(vae, pixels, budget=self._free_bytes(), check_cancel=watch.check_cancel))
+        return vae.normalise(tiling.encode(vae, pixels, budget=self._vae_budget, check_cancel=watch.check_cancel))
 
     def _sample(
         self,
@@ -206,9 +206,7 @@ class Pipeline:
         for row in latent.to(self._vae_dtype).split(1):
             watch.check_cancel()
             self._make_room_for_vae((row.shape[-1] * vae.factor, row.shape[-2] * vae.factor), decode=True)
-            pixels = tiling.decode(
-                vae, vae.denormalise(row), budget=self._free_bytes(), check_cancel=watch.check_cancel
-            )
+            pixels = tiling.decode(vae, vae.denormalise(row), budget=self._vae_budget, check_cancel=watch.check_cancel)
             pictures += images.from_vae_pixels(pixels)
         return pictures
 
@@ -286,6 +284,11 @@ class Pipeline:
     def _make_room_for_vae(self, size: tuple[int, int], decode: bool) -> None:
         peak = tiling.peak_bytes(self.files.vae.config, *size, self._vae_dtype, decode=decode)
         self._make_room(int(peak * tiling.WORKSPACE))
+
+    @property
+    def _vae_budget(self) -> int:
+        free = self._free_bytes()
+        return memory.available_ram() if free is None else free
 
     def _free_bytes(self) -> int | None:
         """Free memory of the device, what PyTorch keeps for reuse included; None where nothing is known."""

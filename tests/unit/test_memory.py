@@ -12,13 +12,14 @@ from PIL import Image
 from qwen21 import dit as dit_module
 from qwen21 import memory, ram
 from qwen21.checkpoint.load import find_dit, find_encoder, find_folder, find_vae, load
+from qwen21.checkpoint.quant import Fp8
 from qwen21.config import DiTConfig, EncoderConfig, TextConfig, VisionConfig
 from qwen21.dit import DiT
 from qwen21.encoder import TextEncoder
 from qwen21.prefix import CODECS, LayerReader
 from qwen21.prompt import TokenLayout, vision_patches
 from qwen21.sequence import prefix_layout
-from tests import tiny
+from tests import tiny, tiny_quant
 from tests.live import Live
 
 GIB = 2**30
@@ -196,6 +197,32 @@ def test_weight_bytes_are_exact(model, tmp_path, layout, dtype):
     for part in parts:
         loaded = sum(parameter.nbytes for parameter in load(part, dtype or own).parameters())
         assert memory.weight_bytes(part, dtype) == loaded
+
+
+QUANTIZED = {
+    "int8_convrot": None,
+    "int8 by tensor": None,
+    "fp8 by rows": None,
+    "fp8 plain": None,
+    "made while loading": Fp8(),
+    "some of it kept": Fp8(("img_mlp", "to_q")),
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_weights_are_counted_as_they_lie_there(model, tmp_path, name):
+    """And the largest that is rebuilt at each use: an MLP's, unless that was kept."""
+    state, metadata = tiny.comfy_dit(model.transformer.state_dict()), {}
+    fp8 = QUANTIZED[name]
+    if fp8 is None:
+        state, metadata, _ = tiny_quant.pack(state, tiny_quant.LAYOUTS[name])
+    part = find_dit(tiny_quant.write(tmp_path / "qwen_image_2.1.safetensors", state, metadata))
+    loaded = load(part, torch.float32, fp8=fp8)
+    scales = [b for key, b in loaded.named_buffers() if key.endswith("weight_scale")]
+    assert sum(t.nbytes for t in (*loaded.parameters(), *scales)) == memory.weight_bytes(part, torch.float32, fp8)
+    largest = 256 * (256 if fp8 and fp8.keep else part.config.mlp_width) * 4
+    assert memory.rebuilt_bytes(part, torch.float32, fp8) == largest
+    assert memory.rebuilt_bytes(part, torch.float32) == (0 if fp8 else largest)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
