@@ -24,7 +24,7 @@ def _model(model):
     return {
         "file": part.checkpoint.path.name,
         "fingerprint": part.checkpoint.fingerprint,
-        "weights": part.identity.quantization,
+        "weights": model.model.stored_as,
         "dtype": str(model.model.compute_dtype).removeprefix("torch."),
         "patched_weights": len(model.patches),
     }

@@ -16,7 +16,8 @@ import torch
 from ...qwen21.checkpoint.load import fill, find_encoder, module_of
 from ...qwen21.errors import UserError
 from ...qwen21.prompt import Reference
-from .host import check_cancel, patcher_class, weights_dtype
+from .host import check_cancel, precision, stored_as
+from .quantized import LAYERS, patcher_class
 
 KEPT_FEATURES = 16  # vision features remembered by the content of their pixels
 
@@ -60,29 +61,34 @@ class Qwen21Encoder:
         return text
 
 
-def load_encoder(path: str, dtype: str = "default", device: str = "default", disable_dynamic: bool = False) -> Any:
-    """The encoder of a file or component folder, with the tokenizer found beside it or in ComfyUI."""
+def load_encoder(
+    path: str, dtype: str = "default", device: str = "default", keep: str = "", disable_dynamic: bool = False
+) -> Any:
+    """The encoder of a file or component folder, with the tokenizer found beside it or in ComfyUI.
+
+    For `dtype` and `keep` see `precision`.
+    """
     from ...qwen21.tokenizer import load_tokenizer
 
     part = find_encoder(Path(path))
     load_device = torch.device("cpu") if device == "cpu" else comfy.model_management.text_encoder_device()
-    weights = weights_dtype(part, dtype)
+    weights, fp8 = precision(part, dtype, keep)
     compute = weights if comfy.model_management.should_use_bf16(load_device) else torch.float32
     if weights == torch.float32:
         compute = torch.float32
     module = module_of("encoder", part.config, comfy.ops.manual_cast, weights)
     module.compute_dtype = compute
     offload_device = comfy.model_management.text_encoder_offload_device()
-    fill(module, part, weights, offload_device)
-    patcher = patcher_class(disable_dynamic)(module, load_device=load_device, offload_device=offload_device)
-    patcher.cached_patcher_init = (_encoder_patcher, (path, dtype, device))
+    fill(module, part, weights, offload_device, fp8, LAYERS)
+    patcher = patcher_class(module, disable_dynamic)(module, load_device=load_device, offload_device=offload_device)
+    patcher.cached_patcher_init = (_encoder_patcher, (path, dtype, device, keep))
     tokenizer = load_tokenizer(_tokenizer_folder(Path(path), part.config.text.vocabulary))
-    identity = f"{part.checkpoint.fingerprint} {weights}"
-    return Qwen21Encoder(patcher, tokenizer, part.checkpoint.path.name, part.identity.quantization, identity)
+    identity = f"{part.checkpoint.fingerprint} {weights} {fp8}"
+    return Qwen21Encoder(patcher, tokenizer, part.checkpoint.path.name, stored_as(part, fp8), identity)
 
 
-def _encoder_patcher(path: str, dtype: str, device: str, disable_dynamic: bool = False) -> Any:
-    return load_encoder(path, dtype, device, disable_dynamic).patcher
+def _encoder_patcher(path: str, dtype: str, device: str, keep: str, disable_dynamic: bool = False) -> Any:
+    return load_encoder(path, dtype, device, keep, disable_dynamic).patcher
 
 
 def _tokenizer_folder(path: Path, vocabulary: int) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,22 +16,18 @@ from ...qwen21.options import COMPONENTS
 
 if TYPE_CHECKING:
     from ...qwen21.checkpoint.load import Component
+    from ...qwen21.checkpoint.quant import Fp8
 
 FOLDERS = {"dit": "diffusion_models", "encoder": "text_encoders", "vae": "vae"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-DTYPE_NAMES = ["default", *DTYPES]
+FP8 = "fp8"
+DTYPE_NAMES = ["default", *DTYPES, FP8]
 NOTHING = "(no file found)"
 
 
 def check_cancel() -> None:
     """Raise ComfyUI's own exception if the user pressed stop."""
     comfy.model_management.throw_exception_if_processing_interrupted()
-
-
-def patcher_class(disable_dynamic: bool = False) -> type:
-    """The patcher core's loaders use here: newer versions stream weights on NVIDIA."""
-    plain = comfy.model_patcher.ModelPatcher
-    return plain if disable_dynamic else getattr(comfy.model_patcher, "CoreModelPatcher", plain)
 
 
 def free_bytes(patcher: comfy.model_patcher.ModelPatcher, device: torch.device) -> int:
@@ -44,14 +41,43 @@ def free_ram() -> int:
     return int(comfy.model_management.get_free_memory(torch.device("cpu")))
 
 
-def weights_dtype(part: Component, dtype: str) -> torch.dtype:
-    """The dtype weights are kept in: the chosen one, or by default the file's own."""
-    if part.identity.packings:
+def precision(part: Component, dtype: str, keep: str = "") -> tuple[torch.dtype, Fp8 | None]:
+    """The dtype of weights that are not quantized, by default the file's own, and how block linears become fp8.
+
+    `keep` holds patterns of layers that fp8 leaves alone, between commas or spaces.
+    """
+    from ...qwen21.checkpoint.load import check_keep
+    from ...qwen21.checkpoint.quant import Fp8
+
+    patterns = tuple(keep.replace(",", " ").split())
+    if patterns and dtype != FP8:
         raise UserError(
-            f"{part.checkpoint.path.name} is quantized ({part.identity.quantization}), which these nodes do not read "
-            "yet; take the bf16 file, or use the command line"
+            f"keep is {patterns[0]!r}, which says what fp8 leaves alone, but dtype is {dtype}; choose dtype {FP8}, or "
+            "empty keep"
         )
-    return DTYPES.get(dtype) or DTYPES[part.identity.quantization]
+    fp8 = Fp8(patterns) if dtype == FP8 else None
+    if fp8:
+        check_keep(fp8, (part,))
+    return DTYPES.get(dtype) or own_dtype(part), fp8
+
+
+def own_dtype(part: Component) -> torch.dtype:
+    """The dtype of most of a file's weights that are not quantized; fp32 for fp64."""
+    from ...qwen21.checkpoint.packing import FLOATS
+
+    counts: Counter[str] = Counter()
+    for source in part.identity.sources.values():
+        info = part.checkpoint.tensors[source.key]
+        counts[FLOATS.get(info.dtype, "")] += info.nbytes
+    counts.pop("", None)
+    return DTYPES.get(counts.most_common(1)[0][0], torch.float32) if counts else torch.bfloat16
+
+
+def stored_as(part: Component, fp8: Fp8 | None) -> str:
+    """How the weights lie in memory, for reports: the file's format, and what loading made of it."""
+    if fp8 is None:
+        return part.identity.quantization
+    return f"{part.identity.quantization}, blocks as fp8" + (f" but {', '.join(fp8.keep)}" if fp8.keep else "")
 
 
 def choices(slot: str) -> list[str]:

@@ -27,8 +27,9 @@ from ...qwen21.memory import unit_tokens, working_bytes
 from ...qwen21.prefix import Prefix
 from ...qwen21.schedule import official_grid
 from .condition import Condition, condition_of
-from .host import check_cancel, patcher_class, weights_dtype
+from .host import check_cancel, precision, stored_as
 from .prefixes import OPTIONS, PrefixStore, note_reuse
+from .quantized import LAYERS, is_quantized, largest_weight, patcher_class, refuse_saving
 
 log = logging.getLogger(__name__)
 
@@ -211,6 +212,7 @@ class Qwen21Model(_LoraBase):
             self, model_config, comfy.model_base.ModelType.FLOW, device="meta", unet_model=ComfyDiT
         )
         self.part, self.turbo, self.schedule = part, turbo, schedule
+        self.stored_as = part.identity.quantization
         self.plain_sampling = self.model_sampling
         self.prefix_store = PrefixStore(self, part.checkpoint.fingerprint)
 
@@ -243,27 +245,39 @@ class Qwen21Model(_LoraBase):
         unit = max(largest, default=0)
         units = [n for n in (longest - unit, unit) if n]
         working = working_bytes(self.diffusion_model.config, input_shape[0], tokens, units, self.compute_dtype)
-        return working + sum(to_come)
+        return working + sum(to_come) + self._unpacking()
+
+    def _unpacking(self) -> int:
+        """Bytes of the largest quantized weight while it is used; patches need it and their own sum in fp32."""
+        patched = self.prefix_store.upcoming is not None and bool(self.prefix_store.upcoming.patches)
+        itemsize = self.compute_dtype.itemsize + (2 * torch.float32.itemsize if patched else 0)
+        return largest_weight(self.diffusion_model) * itemsize
+
+    def state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
+        if is_quantized(self.diffusion_model):
+            refuse_saving()
+        return super().state_dict_for_saving(*args, **kwargs)
 
 
-def load_model(path: str, dtype: str = "default", disable_dynamic: bool = False) -> Any:
-    """A patcher with the transformer of a file or component folder. `dtype` is default, bf16, fp16 or fp32."""
+def load_model(path: str, dtype: str = "default", keep: str = "", disable_dynamic: bool = False) -> Any:
+    """A patcher with the transformer of a file or component folder. For `dtype` and `keep` see `precision`."""
     part = find_dit(Path(path))
     turbo, schedule = _schedule_of(part)
-    weights = weights_dtype(part, dtype)
+    weights, fp8 = precision(part, dtype, keep)
     supported = list(Qwen21Config.supported_inference_dtypes) + ([torch.float16] if weights == torch.float16 else [])
     load_device = comfy.model_management.get_torch_device()
     offload_device = comfy.model_management.unet_offload_device()
     config = Qwen21Config({"image_model": "qwen_image21", "config": part.config})
     config.set_inference_dtype(weights, comfy.model_management.unet_manual_cast(weights, load_device, supported))
     model = Qwen21Model(config, part, turbo, schedule)
-    fill(model.diffusion_model, part, weights, offload_device)
+    model.stored_as = stored_as(part, fp8)
+    fill(model.diffusion_model, part, weights, offload_device, fp8, LAYERS)
     archive = getattr(comfy.model_management, "archive_model_dtypes", None)  # newer versions remember dtypes per layer
     if archive:
         archive(model.diffusion_model)
     model.device = offload_device
-    patcher = patcher_class(disable_dynamic)(model, load_device=load_device, offload_device=offload_device)
-    patcher.cached_patcher_init = (load_model, (path, dtype))
+    patcher = patcher_class(model, disable_dynamic)(model, load_device=load_device, offload_device=offload_device)
+    patcher.cached_patcher_init = (load_model, (path, dtype, keep))
     model.prefix_store.device = load_device
     patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_CLEANUP, _end_run)
     patcher.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.OUTER_SAMPLE, "qwen21", _use_official_grid)

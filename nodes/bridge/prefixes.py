@@ -47,7 +47,7 @@ class PrefixStore:
         self._digest = PatchDigest()
         self._patcher: StorePatcher | None = None
         self.device = torch.device("cpu")
-        self._upcoming: Any = None
+        self.upcoming: Any = None
         self._counted: set[str] = set()
 
     @property
@@ -120,7 +120,7 @@ class PrefixStore:
 
     def begin(self, patcher: Any) -> None:
         """Before a run, and before ComfyUI asks what it needs: `patcher` is about to sample."""
-        self._upcoming, self._counted = patcher, set()
+        self.upcoming, self._counted = patcher, set()
 
     def watch(self, condition: Condition) -> None:
         """A condition of the run: some guiders keep theirs where nobody else finds them."""
@@ -128,7 +128,7 @@ class PrefixStore:
 
     def end(self) -> None:
         """After a run: let go of its prefixes, which only the store may keep, and be ready to yield them."""
-        self._upcoming = None
+        self.upcoming = None
         for condition in self._conditions:
             condition.prefixes.clear()
         self.patcher.register()
@@ -136,9 +136,9 @@ class PrefixStore:
     def bytes_to_come(self, condition: Condition) -> int:
         """Bytes that a condition's prefixes will add to the device: without what the store holds there already, and
         without what another condition of the run was asked for before."""
-        if self._upcoming is None:
+        if self.upcoming is None:
             return 0
-        settings = PrefixSettings(**self._upcoming.model_options.get("transformer_options", {}).get(OPTIONS, {}))
+        settings = PrefixSettings(**self.upcoming.model_options.get("transformer_options", {}).get(OPTIONS, {}))
         if settings.device == "cpu":
             return 0
         c, dtype = self._model.diffusion_model.config, self._model.compute_dtype
@@ -160,9 +160,9 @@ class PrefixStore:
         present = 0
         if self._patcher is not None and settings.cache and condition.stable:
             x = torch.empty(0, dtype=self._model.compute_dtype, device=self.device)
-            options = self._upcoming.model_options.get("transformer_options", {})
+            options = self.upcoming.model_options.get("transformer_options", {})
             with contextlib.suppress(Unseen):
-                identity = self._identity(self._upcoming, x, codec, options)
+                identity = self._identity(self.upcoming, x, codec, options)
                 present = self._patcher.store.holds(identity, keys, self.device)
         return list(zip(keys, tokens, strict=True))[present:]
 

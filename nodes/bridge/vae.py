@@ -18,7 +18,8 @@ from ...qwen21.config import LATENT_PIXELS
 from ...qwen21.errors import UserError
 from ...qwen21.images import to_vae_pixels
 from ...qwen21.prompt import Reference
-from .host import DTYPES, check_cancel, free_bytes, patcher_class
+from .host import DTYPES, check_cancel, free_bytes
+from .quantized import patcher_class
 
 KEPT_LATENTS = 16  # reference latents remembered by the content of their pixels
 
@@ -163,7 +164,7 @@ def load_vae(path: str, dtype: str = "default", alpha: str = "auto", disable_dyn
     offload_device = comfy.model_management.vae_offload_device()
     fill(module, part, weights, offload_device)
     module.compute_dtype = weights
-    patcher = patcher_class(disable_dynamic)(module, load_device=load_device, offload_device=offload_device)
+    patcher = patcher_class(module, disable_dynamic)(module, load_device=load_device, offload_device=offload_device)
     patcher.cached_patcher_init = (_vae_patcher, (path, dtype, alpha))
     return Qwen21VAE(patcher, weights, alpha, part.checkpoint.path.name, part.checkpoint.fingerprint)
 

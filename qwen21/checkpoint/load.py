@@ -22,7 +22,7 @@ from ..vae import VAE
 from .detect import SLOTS, Identity, expect
 from .files import Checkpoint, blaming, is_file, is_folder, open_checkpoint, probe, read_json
 from .keymap import Source
-from .quant import Fp8, is_block_layer, unmatched
+from .quant import Fp8, QuantLayers, is_block_layer, unmatched
 from .weights import Weights, check_storage
 
 
@@ -241,20 +241,25 @@ def unused_tensors(part: Component) -> list[str]:
 
 
 def fill(
-    module: nn.Module, part: Component, dtype: torch.dtype, device: torch.device | str, fp8: Fp8 | None = None
+    module: nn.Module,
+    part: Component,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    fp8: Fp8 | None = None,
+    layers: QuantLayers = QuantLayers(),
 ) -> nn.Module:
     """Give every parameter of `module` its weights; returns it in eval mode.
 
-    Layers of quantized weights are replaced, by name. Which parameters there are is asked of a plain module of the same
-    sizes: layers of a host may not have theirs yet. Raises `UserError` where one is missing or has another shape.
-    Tensors the module has no place for are left unread.
+    Layers of quantized weights are replaced, by name, with those of `layers`. Which parameters there are is asked of a
+    plain module of the same sizes: layers of a host may not have theirs yet. Raises `UserError` where one is missing or
+    has another shape. Tensors the module has no place for are left unread.
     """
     halves = {"encoder": hasattr(module, "encoder")} if isinstance(module, VAE) else {}
     plain = module_of(part.identity.kind, part.config, **halves)
     check_sources(plain, part.checkpoint.path, part.identity.sources)
     check_storage(plain, part)
     with part.checkpoint.reader() as reader, torch.no_grad():
-        weights = Weights(part, reader, dtype, device, fp8)
+        weights = Weights(part, reader, dtype, device, fp8, layers)
         for path, layer in plain.named_modules():
             quantized = weights.layer(path, layer)
             if quantized is not None:

@@ -163,6 +163,29 @@ def fp8_matmul(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor | None
     return product.unflatten(0, x.shape[:-1])
 
 
+def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, rotation: Tensor | None = None) -> Tensor:
+    """x [..., columns] times the transposed weight -> [..., rows], in the dtype of x, all on its device.
+
+    `rotation` is the matrix of a rotated weight's group, None for others.
+    """
+    bias = None if bias is None else bias.to(x.dtype)
+    if rotation is not None:
+        x = rotate(x, rotation)
+    elif has_fp8_matmul(x, packed.data):
+        product = fp8_matmul(x, packed.data, packed.scale)
+        if product is not None:
+            return product if bias is None else product + bias
+    return F.linear(x, scaled(packed, x.dtype), bias)
+
+
+def packed_rows(ids: Tensor, packed: Packed, rotation: Tensor | None = None) -> Tensor:
+    """The rows of a table [entries, width] that ids [...] name -> [..., width], fp32."""
+    rows = F.embedding(ids, packed.data).float()
+    if packed.scale is not None:
+        rows *= F.embedding(ids, packed.scale) if len(packed.scale) > 1 else packed.scale
+    return rows if rotation is None else rotate(rows, rotation)
+
+
 # --- layers --------------------------------------------------------------------------------------------------------
 
 
@@ -196,14 +219,7 @@ class QuantLinear(_Quantized):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., columns] -> [..., rows], in the dtype of x."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        if self.rotation is not None:
-            x = rotate(x, self.rotation)
-        elif has_fp8_matmul(x, self.weight):
-            product = fp8_matmul(x, self.weight, self.weight_scale)
-            if product is not None:
-                return product if bias is None else product + bias
-        return F.linear(x, scaled(self.packed, x.dtype), bias)
+        return packed_linear(x, self.packed, self.bias, self.rotation)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.weight.dtype}"
@@ -214,7 +230,12 @@ class QuantEmbedding(_Quantized):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., width], fp32."""
-        rows = F.embedding(ids, self.weight).float()
-        if self.weight_scale is not None:
-            rows *= F.embedding(ids, self.weight_scale) if len(self.weight_scale) > 1 else self.weight_scale
-        return rows if self.rotation is None else rotate(rows, self.rotation)
+        return packed_rows(ids, self.packed, self.rotation)
+
+
+@dataclass(frozen=True)
+class QuantLayers:
+    """The classes of quantized layers: a host may want some of its own, derived from these."""
+
+    linear: type[QuantLinear] = QuantLinear
+    embedding: type[QuantEmbedding] = QuantEmbedding

@@ -13,7 +13,7 @@ from ..errors import UserError
 from .files import Reader
 from .keymap import Source
 from .packing import FLOATS, Packing
-from .quant import E4M3, Fp8, Packed, QuantEmbedding, QuantLinear, dequantized, fp8_scales, hadamard, to_e4m3_range_
+from .quant import E4M3, Fp8, Packed, QuantLayers, dequantized, fp8_scales, hadamard, to_e4m3_range_
 
 if TYPE_CHECKING:
     from .load import Component
@@ -25,10 +25,16 @@ class Weights:
     """Reads the weights of one component, each straight to its dtype and device. One at a time is in memory."""
 
     def __init__(
-        self, part: Component, reader: Reader, dtype: torch.dtype, device: torch.device | str, fp8: Fp8 | None = None
+        self,
+        part: Component,
+        reader: Reader,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        fp8: Fp8 | None = None,
+        layers: QuantLayers = QuantLayers(),
     ) -> None:
         self.path, self.sources, self.packings = part.checkpoint.path, part.identity.sources, part.identity.packings
-        self.reader, self.dtype, self.device, self.fp8 = reader, dtype, device, fp8
+        self.reader, self.dtype, self.device, self.fp8, self.layers = reader, dtype, device, fp8, layers
         self._rotations: dict[int, Tensor] = {}
         self._space: Tensor | None = None
 
@@ -49,9 +55,9 @@ class Weights:
             return None
         rotation = self._rotation(packed.group) if packed.group else None
         if isinstance(plain, nn.Embedding):
-            return QuantEmbedding(packed, rotation)
+            return self.layers.embedding(packed, rotation)
         bias = None if plain.bias is None else self.tensor(f"{name}.bias", tuple(plain.bias.shape))
-        return QuantLinear(packed, bias, rotation)
+        return self.layers.linear(packed, bias, rotation)
 
     def _packed(self, name: str, plain: nn.Module) -> Packed | None:
         if not isinstance(plain, (nn.Linear, nn.Embedding)):

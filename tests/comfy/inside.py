@@ -22,6 +22,7 @@ import torch  # noqa: E402
 
 CARD = torch.device("meta")  # a small card's stand-in: a layer that computes with weights left behind fails there
 DIT, ENCODER, VAE = "qwen_image_2.1_tiny.safetensors", "qwen3vl_tiny.safetensors", "qwen_image_2.1_vae_tiny.safetensors"
+DIT_INT8, ENCODER_INT8 = "qwen_image_2.1_int8_convrot_tiny.safetensors", "qwen3vl_int8_convrot_tiny.safetensors"
 
 
 def import_pack():
@@ -70,10 +71,10 @@ def shapes(tensors):
     return [list(tensor.shape) for tensor in tensors]
 
 
-def check_dit():
+def check_dit(file=DIT):
     from the_pack.nodes.bridge.model import load_model
 
-    model = load_model(str(MODELS / "diffusion_models" / DIT)).model
+    model = load_model(str(MODELS / "diffusion_models" / file)).model
     dit = model.diffusion_model
     text, reference, target = torch.randn(9, dit.config.text_width), torch.randn(64, 2, 2), torch.randn(1, 64, 4, 6)
 
@@ -84,12 +85,12 @@ def check_dit():
     return on_small_cards(model, run)
 
 
-def check_encoder():
+def check_encoder(file=ENCODER):
     from PIL import Image
     from the_pack.nodes.bridge.encoder import load_encoder
     from the_pack.qwen21.prompt import Reference
 
-    encoder = load_encoder(str(MODELS / "text_encoders" / ENCODER))
+    encoder = load_encoder(str(MODELS / "text_encoders" / file))
     module, picture = encoder.patcher.model, Reference.prepare(Image.new("RGB", (64, 64), (200, 30, 60)), 64)
     return on_small_cards(module, lambda d: [module.encode(encoder.tokenizer, "a cat", [picture], device=d).states])
 
@@ -143,6 +144,7 @@ def main():
     with torch.inference_mode():
         save_fresh()
         found = {"dit": check_dit(), "encoder": check_encoder(), "vae": check_vae()}
+        found |= {"quantized dit": check_dit(DIT_INT8), "quantized encoder": check_encoder(ENCODER_INT8)}
         found |= signatures()
     print(json.dumps(found))
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from safetensors.torch import load_file
+
 from tests.tiny import VOCABULARY, Tiny
+from tests.tiny_quant import LAYOUTS, block_linear, pack, write
 from tests.tiny_tokenizer import write_tokenizer
 
 DIT = "qwen_image_2.1_tiny.safetensors"
@@ -13,6 +16,7 @@ TURBO = "qwen_image_2.1_turbo_tiny.safetensors"
 ENCODER = "qwen3vl_tiny.safetensors"
 VAE = "qwen_image_2.1_vae_tiny.safetensors"
 FOLDER = "qwen-image-2.1-tiny"
+DIT_INT8, ENCODER_INT8 = "qwen_image_2.1_int8_convrot_tiny.safetensors", "qwen3vl_int8_convrot_tiny.safetensors"
 
 
 def write_models(models: Path) -> Path:
@@ -26,5 +30,21 @@ def write_models(models: Path) -> Path:
     files["vae"].rename(models / "vae" / VAE)
     (models / "single").rmdir()
     shutil.copy(models / "diffusion_models" / DIT, models / "diffusion_models" / TURBO)
-    write_tokenizer((models / "text_encoders" / ENCODER).with_suffix(""), VOCABULARY)
+    quantize(models / "diffusion_models" / DIT, DIT_INT8)
+    quantize(models / "text_encoders" / ENCODER, ENCODER_INT8)
+    for name in (ENCODER, ENCODER_INT8):
+        write_tokenizer((models / "text_encoders" / name).with_suffix(""), VOCABULARY)
     return models
+
+
+def quantize(source: Path, name: str, layout: str = "int8_convrot") -> tuple[Path, Path]:
+    """A quantized file beside its source, an encoder's embeddings too, and one of the numbers its codes stand for."""
+    is_encoder = source.parent.name == "text_encoders"
+
+    def chosen(key: str) -> bool:
+        return block_linear(key) or key == "model.embed_tokens.weight"
+
+    tensors, metadata, dense = pack(load_file(source), LAYOUTS[layout], group=16 if is_encoder else 256, chosen=chosen)
+    dense = {key: value.float() for key, value in dense.items()}
+    path = write(source.with_name(name), tensors, metadata)
+    return path, write(source.parents[2] / "dense" / name, dense)

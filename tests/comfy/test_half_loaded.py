@@ -4,10 +4,11 @@ import pytest
 
 # The only holders of parameters that are no layers of ComfyUI's; their weights are moved where they are used.
 CAST_AT_USE = {"dit": ["ZeroCentredRMSNorm"], "encoder": [], "vae": ["RMSNorm"]}
+CAST_AT_USE |= {f"quantized {name}": CAST_AT_USE[name] for name in ("dit", "encoder")}
 
 
 @pytest.mark.parametrize("room", ["half", "none"])
-@pytest.mark.parametrize("network", ["dit", "encoder", "vae"])
+@pytest.mark.parametrize("network", CAST_AT_USE)
 def test_no_layer_is_left_behind(inside, network, room):
     """On a meta device, which refuses to compute with weights of another device."""
     found = inside[network][room]
@@ -19,7 +20,8 @@ def test_no_layer_is_left_behind(inside, network, room):
         assert 5 < found["there"] < inside[network]["parameters"] - 5
 
 
-@pytest.mark.parametrize("network", ["dit", "encoder", "vae"])
+@pytest.mark.parametrize("network", CAST_AT_USE)
 def test_every_holder_of_parameters_is_a_layer_of_comfyuis(inside, network):
     assert inside[network]["plain"] == CAST_AT_USE[network]
-    assert inside[network]["buffers"] == []
+    leaves = {name.rpartition(".")[2] for name in inside[network]["buffers"]}
+    assert leaves == ({"weight_scale", "rotation"} if "quantized" in network else set())

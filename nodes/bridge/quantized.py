@@ -1,0 +1,170 @@
+"""Quantized weights in ComfyUI: layers that may lie half loaded, and a patcher that leaves their codes alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import comfy.model_management
+import comfy.model_patcher
+import comfy.ops
+import torch
+import torch.nn.functional as F
+from comfy.model_patcher import LowVramPatch
+from torch import Tensor, nn
+
+from ...qwen21.checkpoint.quant import (
+    Packed,
+    QuantEmbedding,
+    QuantLayers,
+    QuantLinear,
+    dequantized,
+    packed_linear,
+    packed_rows,
+)
+from ...qwen21.errors import UserError
+
+
+class _Placed(comfy.ops.CastWeightBiasOp):
+    """Packed data that may lie on another device than the input: it comes there at each call.
+
+    Modules of this base class are what ComfyUI leaves in RAM where a model does not fit.
+    """
+
+    def packed_on(self, device: torch.device) -> Packed:
+        packed = self.packed
+        return Packed(_on(packed.data, device), _on(packed.scale, device), packed.group)
+
+
+def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if tensor is None else comfy.model_management.cast_to_device(tensor, device, tensor.dtype)
+
+
+class ComfyQuantLinear(QuantLinear, _Placed):
+    """A quantized linear layer whose patches are computed beside its weight, in fp32, at each call."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [..., columns] -> [..., rows], in the dtype of x."""
+        packed, bias = self.packed_on(x.device), _on(self.bias, x.device)
+        for function in self.bias_function:
+            bias = function(bias.clone())
+        if not self.weight_function:
+            return packed_linear(x, packed, bias, self.rotation)
+        weight = dequantized(packed)  # patches are of the basis that was not rotated
+        for function in self.weight_function:
+            weight = function(weight)
+        return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    def convert_weight(self, codes: Tensor, inplace: bool = False, **_: Any) -> Tensor:
+        """The numbers that codes in floating point stand for. ComfyUI asks where it mixes models."""
+        scale = _on(self.weight_scale, codes.device)
+        return dequantized(Packed(codes, scale, self.packed.group), codes.dtype)
+
+
+class ComfyQuantEmbedding(QuantEmbedding, _Placed):
+    bias = None  # ComfyUI asks every layer that it casts
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """ids [...] -> [..., width], fp32."""
+        return packed_rows(ids, self.packed_on(ids.device), self.rotation)
+
+
+LAYERS = QuantLayers(ComfyQuantLinear, ComfyQuantEmbedding)
+
+
+def is_quantized(module: nn.Module) -> bool:
+    return any(isinstance(layer, _Placed) for layer in module.modules())
+
+
+def largest_weight(module: nn.Module) -> int:
+    """Numbers in the largest weight of a quantized linear layer, which is unpacked at each call; 0 without any."""
+    return max((layer.weight.numel() for layer in module.modules() if isinstance(layer, ComfyQuantLinear)), default=0)
+
+
+def patcher_class(module: nn.Module, disable_dynamic: bool = False) -> type[comfy.model_patcher.ModelPatcher]:
+    """The patcher core's loaders use here: newer versions stream weights on NVIDIA. Quantized layers need ours."""
+    plain = comfy.model_patcher.ModelPatcher
+    if is_quantized(module):
+        return QuantPatcher
+    return plain if disable_dynamic else getattr(comfy.model_patcher, "CoreModelPatcher", plain)
+
+
+class HookPatch(LowVramPatch):
+    """The patches of a weight by ComfyUI's hooks, for as long as those are in force."""
+
+
+IN_ORDER = (LowVramPatch, HookPatch)  # what others wrap around a weight comes after both
+
+
+class QuantPatcher(comfy.model_patcher.ModelPatcher):
+    """A patcher that never merges into quantized weights: patches become functions of their layers.
+
+    ComfyUI itself does so with layers that it leaves in RAM, and merges into the others. It also forgets functions of
+    layers that are loaded already when more of a model is loaded, and adds some when a part leaves: so after each of
+    these steps all are set anew. Not ComfyUI's dynamic patcher: that one moves `weight` and `bias` alone, by code of
+    its own that knows nothing of scales.
+    """
+
+    def patch_weight_to_device(self, key: str, *args: Any, **kwargs: Any) -> Any:
+        layer = self._quantized(key)
+        return super().patch_weight_to_device(key, *args, **kwargs) if layer is None else layer.weight
+
+    def load(self, *args: Any, **kwargs: Any) -> None:
+        super().load(*args, **kwargs)
+        self._put_beside(LowVramPatch, self.patches)
+
+    def partially_unload(self, *args: Any, **kwargs: Any) -> int:
+        freed = super().partially_unload(*args, **kwargs)
+        self._put_beside(LowVramPatch, self.patches)
+        return freed
+
+    def unpatch_model(self, device_to: torch.device | None = None, unpatch_weights: bool = True) -> None:
+        super().unpatch_model(device_to, unpatch_weights)
+        if unpatch_weights:
+            self._put_beside(LowVramPatch, {})
+
+    def patch_hooks(self, hooks: Any) -> None:
+        super().patch_hooks(hooks)
+        self._put_beside(HookPatch, {} if hooks is None else self.get_combined_hook_patches(hooks))
+
+    def patch_hook_weight_to_device(self, hooks: Any, combined_patches: dict, key: str, *args: Any, **kw: Any) -> None:
+        if self._quantized(key) is None:
+            super().patch_hook_weight_to_device(hooks, combined_patches, key, *args, **kw)
+
+    def unpatch_hooks(self, whitelist_keys_set: set[str] | None = None) -> None:
+        super().unpatch_hooks(whitelist_keys_set)
+        if not whitelist_keys_set:
+            self._put_beside(HookPatch, {})
+
+    def state_dict_for_saving(self, *args: Any, **kwargs: Any) -> Any:
+        refuse_saving()
+
+    def _quantized(self, key: str) -> ComfyQuantLinear | None:
+        """The layer whose packed weight a key names."""
+        owner, _, leaf = key.rpartition(".")
+        layer = self.model.get_submodule(owner) if leaf == "weight" else None
+        return layer if isinstance(layer, ComfyQuantLinear) else None
+
+    def _layers(self) -> Iterator[tuple[str, ComfyQuantLinear]]:
+        for name, layer in self.model.named_modules():
+            if isinstance(layer, ComfyQuantLinear):
+                yield f"{name}.weight", layer
+
+    def _put_beside(self, kind: type[LowVramPatch], patches: Mapping[str, Any]) -> None:
+        """Let these be all patches of a kind that quantized layers have."""
+        for key, layer in self._layers():
+            functions = [function for function in layer.weight_function if type(function) is not kind]
+            if key in patches:
+                functions.append(kind(key, patches))
+            layer.weight_function = sorted(functions, key=_place)
+
+
+def _place(function: Any) -> int:
+    return IN_ORDER.index(type(function)) if type(function) in IN_ORDER else len(IN_ORDER)
+
+
+def refuse_saving() -> None:
+    raise UserError(
+        "this MODEL has quantized weights, which ComfyUI's nodes would save without their scales; load the bf16 file "
+        "to save or merge, or use `python -m qwen21 convert`"
+    )
