@@ -34,6 +34,7 @@ class Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns its exit code. Nothing a user can cause ends in a traceback."""
     interrupted: list[bool] = []
+    chosen = argparse.Namespace()
 
     def stop(*_: object) -> NoReturn:
         interrupted.append(True)  # libraries swallow the exception, or turn it into one of theirs
@@ -47,7 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return chosen.run(chosen)
     except (KeyboardInterrupt, Exception) as error:
         if interrupted or isinstance(error, KeyboardInterrupt):
-            return _end("interrupted, nothing was written", EXIT_INTERRUPTED)
+            done = getattr(chosen, "done", 0)
+            kept = f"the files of {done} finished job{'s' * (done > 1)} stay" if done else "nothing was written"
+            return _end(f"interrupted, {kept}", EXIT_INTERRUPTED)
         message = _explain(error)
         if message is None:
             raise
@@ -117,15 +120,18 @@ def run_generate(a: argparse.Namespace) -> int:
     from .request import make_plan
 
     jobs = session.expand(a, lambda words: build_parser().parse_args(["generate", *words]))
-    for job in jobs:
-        given = [*job.image, *(path for path in (job.init_image, job.mask) if path)]
-        outputs.check_outputs(job.out, job.save_latent, max(1, min(job.batch, MAX_BATCH)), given)
+    inputs = [path for job in jobs for path in (*job.image, job.init_image, job.mask) if path]
+    for number, job in enumerate(jobs, 1):
+        with session.naming(number, jobs):
+            outputs.check_outputs(job.out, job.save_latent, max(1, min(job.batch, MAX_BATCH)), inputs)
     device = outputs.pick_device(a.device)
-    first = request_of(jobs[0])
+    with session.naming(1, jobs):
+        first = request_of(jobs[0])
     files = find_model(a)
-    for job in jobs:
-        outputs.check_outputs(job.out, job.save_latent, 1, [*files.paths, *(path for path, _ in a.lora)])
-        make_plan(request_of(job) if job is not jobs[0] else first, files)  # refuses before the first is painted
+    for number, job in enumerate(jobs, 1):
+        with session.naming(number, jobs):
+            outputs.check_outputs(job.out, job.save_latent, 1, [*files.paths, *(path for path, _ in a.lora)])
+            make_plan(request_of(job) if number > 1 else first, files)  # refuses before the first is painted
     fp8 = fp8_of(a)
     if fp8:
         check_keep(fp8, (files.dit, files.encoder))
@@ -134,14 +140,17 @@ def run_generate(a: argparse.Namespace) -> int:
     pipeline = Pipeline(files, dtype, device, a.kv_device, a.kv_storage, fp8=fp8, loras=loras)
     pipeline.keep_loaded = len(jobs) > 1 and pipeline.fits_together()
     for number, job in enumerate(jobs, 1):
-        request = first if number == 1 else request_of(job)
-        with ProgressBar() as bar:
-            result = pipeline.generate(request, Watch(on_step=bar.step, on_stage=bar.stage))
+        a.done = number - 1
+        with session.naming(number, jobs, written=True):
+            request = first if number == 1 else request_of(job)
+            with ProgressBar() as bar:
+                result = pipeline.generate(request, Watch(on_step=bar.step, on_stage=bar.stage))
+            outputs.write({job.out: result}, job.save_latent)
         for warning in result.manifest["warnings"]:
             print(f"qwen21: warning: {warning}", file=sys.stderr)
-        outputs.write({job.out: result}, job.save_latent)
         if len(jobs) > 1:
-            reuse = "; ".join(str(prefix.reuse) for prefix in result.prefixes)
+            sides = ("", "; negative prefix ") if len(result.prefixes) == 2 else [""] + ["; "] * len(result.prefixes)
+            reuse = "".join(side + str(prefix.reuse) for side, prefix in zip(sides, result.prefixes, strict=False))
             print(f"qwen21: {number} of {len(jobs)}, {job.out.name}: prefix {reuse}", file=sys.stderr)
     return 0
 

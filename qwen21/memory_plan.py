@@ -149,14 +149,16 @@ def plan_memory(
     placement: str = "auto",
     codec: str = "auto",
     fp8: Fp8 | None = None,
+    beside: int = 0,
 ) -> MemoryPlan:
     """The plan of a job with the components `dit`, `encoder` and `vae`, from their headers.
 
     dtype None is each file's own. free: bytes of the GPU, None where the CPU computes. placement and codec: auto, or
     what `choose` takes. fp8: block linears that are not quantized yet are kept in fp8.
+    beside: bytes of LoRAs beside the transformer's weights.
     """
     compute = dtype or _own(parts["dit"])
-    needs = _needs(parts, job, dtype, compute, fp8)
+    needs = _needs(parts, job, dtype, compute, fp8, beside)
     choice = choose(needs, free or 0, ram, gpu=free is not None, placement=placement, codec=codec)
     units = _kept_units(parts["dit"], job, compute)
     return MemoryPlan(job, compute, needs, units, ram if free is None else free, ram, free is not None, choice)
@@ -180,7 +182,12 @@ def _kept_units(part: Component, job: Job, dtype: torch.dtype) -> tuple[KeptUnit
 
 
 def _needs(
-    parts: Mapping[str, Component], job: Job, dtype: torch.dtype | None, compute: torch.dtype, fp8: Fp8 | None
+    parts: Mapping[str, Component],
+    job: Job,
+    dtype: torch.dtype | None,
+    compute: torch.dtype,
+    fp8: Fp8 | None,
+    beside: int,
 ) -> Needs:
     config, vae, encoder = parts["dit"].config, parts["vae"], parts["encoder"]
     made, cells = memory.chains(job.prefixes, job.shared), math.prod(job.grid)
@@ -200,7 +207,7 @@ def _needs(
 
     return Needs(
         weights={
-            "dit": memory.weight_bytes(parts["dit"], dtype, fp8),
+            "dit": memory.weight_bytes(parts["dit"], dtype, fp8) + beside,
             "encoder": memory.weight_bytes(encoder, dtype, fp8),
             "vae": memory.weight_bytes(vae, vae_dtype),
         },

@@ -10,7 +10,8 @@ import torch
 from PIL import Image
 
 from . import images, memory, outputs
-from .checkpoint.load import ModelFiles
+from .checkpoint.files import open_checkpoint
+from .checkpoint.load import ModelFiles, check_keep
 from .checkpoint.quant import fp8_of
 from .config import LATENT_PIXELS
 from .errors import UserError
@@ -40,6 +41,8 @@ def run(a: argparse.Namespace, files: ModelFiles) -> int:
 
 def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple[str, ...]]:
     """The plan of a run with these arguments, and what a run would warn of."""
+    if a.session is not None or a.repeat != 1:
+        raise UserError("a plan is of one run; leave --session and --repeat out, and give one job's flags")
     free = _free_bytes(a)
     dtype = outputs.pick_dtype(a.dtype, torch.device("cpu" if free is None else "cuda"))
     originals = [picture_size(path) for path in a.image]
@@ -58,6 +61,9 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
         start=a.init_image is not None,
         shared=a.prefix_cache == "on",
     )
+    fp8 = fp8_of(a)
+    if fp8:
+        check_keep(fp8, (files.dit, files.encoder))
     made = plan_memory(
         {"dit": files.dit, "encoder": files.encoder, "vae": files.vae},
         job,
@@ -66,7 +72,8 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
         ram=memory.available_ram(),
         placement=a.kv_device,
         codec=a.kv_storage,
-        fp8=fp8_of(a),
+        fp8=fp8,
+        beside=sum(open_checkpoint(path).nbytes for path, _ in a.lora),
     )
     return made, (*([canvas.warning] if canvas.warning else []), *checked.warnings)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from .checked import short
+from .config import MAX_BATCH
 from .errors import UserError
 
 MAX_JOBS = 10_000
@@ -28,6 +31,8 @@ def expand(a: argparse.Namespace, parse: Parse) -> list[argparse.Namespace]:
     A session's job is a table of flags without dashes in front, whose values replace those of the command line. A
     repeat moves the seed by one each time and numbers the outputs. `parse` reads flags as the command line does.
     """
+    if a.repeat > 1 and not 0 <= a.seed < SEEDS:
+        raise UserError(f"seed is {a.seed}, expected 0 to {SEEDS - 1}")
     jobs = [a] if a.session is None else [_merged(a, job, i, parse) for i, job in enumerate(_read(a.session), 1)]
     for i, job in enumerate(jobs, 1):
         for flag in ("prompt", "out"):
@@ -40,6 +45,18 @@ def expand(a: argparse.Namespace, parse: Parse) -> list[argparse.Namespace]:
         jobs = [_repeated(job, i) for job in jobs for i in range(a.repeat)]
     _require_own_files(jobs)
     return jobs
+
+
+@contextmanager
+def naming(number: int, jobs: Sequence[argparse.Namespace], written: bool = False) -> Iterator[None]:
+    """Errors of one job of several say which, and with `written` that the ones before it are."""
+    try:
+        yield
+    except UserError as error:
+        if len(jobs) == 1:
+            raise
+        kept = f" (the files of the {number - 1} before it stay)" if written and number > 1 else ""
+        raise UserError(f"job {number} of {len(jobs)}, {jobs[number - 1].out.name}: {error}{kept}") from error
 
 
 def _read(path: Path) -> list[Any]:
@@ -68,18 +85,29 @@ def _merged(a: argparse.Namespace, job: Any, number: int, parse: Parse) -> argpa
         if not hasattr(a, name) or name in ("command", "run"):
             raise UserError(f"{a.session}: job {number}: there is no flag {short(key)}; see generate --help")
         try:
-            setattr(merged, name, getattr(parse([f"--{flag}", *_words(value)]), name))
+            setattr(merged, name, _parsed(flag, name, value, parse))
         except UserError as error:
-            raise UserError(f"{a.session}: job {number}: {error}") from error
+            raise UserError(f"{a.session}: job {number}: {short(key)}: {error}") from error
     return merged
 
 
-def _words(value: Any) -> list[str]:
-    """A JSON value as the words of a command line."""
-    values = value if isinstance(value, list) else [value]
-    if not values or any(isinstance(one, (list, dict, bool)) or one is None for one in values):
+def _parsed(flag: str, name: str, value: Any, parse: Parse) -> Any:
+    """A JSON value as the command line reads it; null is what the flag is without being given, [] nothing."""
+    if value is None:
+        return getattr(parse([]), name)
+    if isinstance(value, list):
+        if not isinstance(getattr(parse([]), name), list):
+            raise UserError(f"got {short(value)}, expected one value")
+        words = [f"--{flag}", *map(_word, value)] if value else []
+    else:
+        words = [f"--{flag}={_word(value)}"]  # in one, for a value may begin with a dash
+    return getattr(parse(words), name)
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, (list, dict, bool)) or value in (None, "--"):  # argparse drops `--`, wherever it stands
         raise UserError(f"got {short(value)}, expected a string, a number, or a list of them")
-    return [str(one) for one in values]
+    return str(value)
 
 
 def _repeated(job: argparse.Namespace, i: int) -> argparse.Namespace:
@@ -97,7 +125,10 @@ def _require_own_files(jobs: Sequence[argparse.Namespace]) -> None:
 
     taken: dict[Path, int] = {}
     for number, job in enumerate(jobs, 1):
-        for path in [*names(job.out, max(1, job.batch)), *([job.save_latent] if job.save_latent else [])]:
-            other = taken.setdefault(path.absolute(), number)
+        for path in [
+            *names(job.out, max(1, min(job.batch, MAX_BATCH))),
+            *([job.save_latent] if job.save_latent else []),
+        ]:
+            other = taken.setdefault(Path(os.path.realpath(path)), number)
             if other != number:
                 raise UserError(f"jobs {other} and {number} both write {str(path)!r}; give each an --out of its own")

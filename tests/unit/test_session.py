@@ -9,6 +9,8 @@ from safetensors.torch import load_file
 
 from qwen21.cli import main
 from qwen21.dit import DiT
+from qwen21.errors import UserError
+from qwen21.pipeline import Pipeline
 from tests import tiny
 
 
@@ -76,7 +78,7 @@ def test_a_sessions_jobs_override_the_command_line_and_share_what_they_can(gener
     assert code == 0
     kinds = [line.split("prefix ")[1].split(":")[0] for line in lines]
     assert kinds == ["miss", "partial", "miss", "off"]
-    assert "; partial: " in lines[2]  # the negative begins with the same references
+    assert "; negative prefix partial: " in lines[2]  # the negative begins with the same references
     assert len(encoded) == 2 + 1 + (3 + 1) + 2 * 2  # the last: once before its only step, once in it
     manifests = [json.loads(Image.open(name).text["qwen21"]) for name in ("a.png", "b.png", "c.png", "d.png")]
     assert [m["seed"] for m in manifests] == [4, 9, 4, 4]
@@ -94,8 +96,20 @@ BAD = {
     "the handler": ('[{"run": "x"}]', "no flag 'run'"),
     "for all jobs": ('[{"prompt": "x", "out": "a.png", "dtype": "bf16"}]', "holds for all jobs"),
     "nested": ('[{"session": "x"}]', "holds for all jobs"),
-    "bad value": ('[{"prompt": "x", "out": "a.png", "steps": "many"}]', "job 1: argument --steps"),
-    "null": ('[{"prompt": null, "out": "a.png"}]', "expected a string"),
+    "bad value": ('[{"prompt": "x", "out": "a.png", "steps": "many"}]', "job 1: 'steps': argument --steps"),
+    "null": ('[{"prompt": null, "out": "a.png"}]', "job 1: --prompt is missing"),
+    "two values": ('[{"prompt": ["a", "b"], "out": "a.png"}]', "job 1: 'prompt': got ['a', 'b'], expected one value"),
+    "dashes": ('[{"prompt": "--", "out": "a.png"}]', "'prompt': got '--'"),
+    "truth": ('[{"prompt": true, "out": "a.png"}]', "'prompt': got True"),
+    "same file by another name": (
+        '[{"prompt": "x", "out": "a.png"}, {"prompt": "y", "out": "../a.png"}]'.replace("..", "sub/.."),
+        "jobs 1 and 2 both write",
+    ),
+    "another job's input": (
+        '[{"prompt": "x", "out": "ref.png"}, {"prompt": "y", "out": "b.png", "image": "ref.png"}]',
+        "job 1 of 2, ref.png: 'ref.png' is an input",
+    ),
+    "a huge batch": ('[{"prompt": "x", "out": "a.png", "batch": 99999999}]', "batch is 99999999"),
     "table": ('[{"prompt": {"a": 1}, "out": "a.png"}]', "expected a string"),
     "no prompt": ('[{"out": "a.png"}]', "job 1: --prompt is missing"),
     "no out": ('[{"prompt": "x"}]', "job 1: --out is missing"),
@@ -117,6 +131,45 @@ def test_mistakes_in_a_session_are_one_line_before_anything_is_painted(generate,
     code, lines = generate(jobs=jobs)
     assert code == 2 and len(lines) == 1 and words in lines[0]
     assert {path.name for path in generate.folder.iterdir()} == {"ref.png", "other.png", "jobs.json"}
+
+
+def test_values_that_begin_with_a_dash_and_flags_taken_back(generate):
+    jobs = [{"prompt": "-x", "out": "a.png", "image": []}, {"prompt": "--y z", "out": "b.png", "seed": None}]
+    code, lines = generate("--image", "ref.png", "--seed", 4, jobs=jobs)
+    assert code == 0, lines
+    manifests = [json.loads(Image.open(name).text["qwen21"]) for name in ("a.png", "b.png")]
+    assert [(m["prompt"], m["seed"], len(m["references"])) for m in manifests] == [("-x", 4, 0), ("--y z", 0, 1)]
+
+
+def test_a_job_that_fails_is_named_and_what_came_before_stays(generate, monkeypatch):
+    original = Pipeline.generate
+
+    def fails_at(error):
+        calls = []
+
+        def run(self, *args):
+            calls.append(1)
+            if len(calls) == 3:
+                raise error
+            return original(self, *args)
+
+        return run
+
+    flags = ("--prompt", "x", "--repeat", 4)
+    monkeypatch.setattr(Pipeline, "generate", fails_at(UserError("it broke")))
+    code, lines = generate(*flags, "--out", "o.png")
+    assert code == 2 and lines[-1] == "qwen21: job 3 of 4, o-3.png: it broke (the files of the 2 before it stay)"
+    monkeypatch.setattr(Pipeline, "generate", fails_at(KeyboardInterrupt()))
+    code, lines = generate(*flags, "--out", "p.png")
+    assert code == 130 and lines[-1] == "qwen21: interrupted, the files of 2 finished jobs stay"
+    names = {path.name for path in generate.folder.glob("?-*.png")}
+    assert names == {"o-1.png", "o-2.png", "p-1.png", "p-2.png"}
+
+
+@pytest.mark.parametrize("seed", [-1, 2**64])
+def test_seeds_are_checked_before_they_are_moved(generate, seed):
+    code, lines = generate("--prompt", "x", "--out", "o.png", "--repeat", 2, "--seed", seed)
+    assert code == 2 and lines == [f"qwen21: seed is {seed}, expected 0 to {2**64 - 1}"]
 
 
 def test_too_many_runs_are_refused(generate):
