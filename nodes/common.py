@@ -23,6 +23,11 @@ def size_inputs(tooltip):
     return [io.Int.Input(name, tooltip=tooltip, **limits) for name in ("width", "height")]
 
 
+def resolution_input(tooltip):
+    """About how large references are: resolution x resolution pixels."""
+    return io.Int.Input("resolution", default=1024, min=32, max=4096, step=32, tooltip=tooltip)
+
+
 def batch_input():
     return io.Int.Input("batch", default=1, min=1, max=MAX_BATCH, tooltip="Pictures per run; they share one prefix.")
 

@@ -1,12 +1,11 @@
 """The memory plan of a run, before anything is loaded."""
 
-import comfy.model_management
 from comfy_api.latest import io, ui
 
 from ..qwen21.config import MAX_REFERENCES
 from ..qwen21.options import KV_STORAGES
 from .bridge import host
-from .common import CATEGORY, batch_input, check_choices, size_inputs
+from .common import CATEGORY, batch_input, check_choices, resolution_input, size_inputs
 
 
 class Qwen21MemoryPlan(io.ComfyNode):
@@ -29,14 +28,7 @@ class Qwen21MemoryPlan(io.ComfyNode):
                 io.Int.Input(
                     "references", default=0, min=0, max=MAX_REFERENCES, tooltip="How many pictures the edit looks at."
                 ),
-                io.Int.Input(
-                    "resolution",
-                    default=1024,
-                    min=32,
-                    max=4096,
-                    step=32,
-                    tooltip="Each reference has about resolution x resolution pixels, as in Qwen21AddReference.",
-                ),
+                resolution_input("Each reference has about resolution x resolution pixels, as in Qwen21AddReference."),
                 batch_input(),
                 io.Boolean.Input(
                     "guided", default=False, tooltip="With a negative prompt and a cfg other than 1: one more prefix."
@@ -81,10 +73,10 @@ class Qwen21MemoryPlan(io.ComfyNode):
         from ..qwen21.checkpoint.load import find_dit, find_encoder, find_vae
         from ..qwen21.images import to_pixels
         from ..qwen21.memory import available_ram
-        from ..qwen21.memory_choice import GIB
         from ..qwen21.memory_plan import Job, plan_memory
         from ..qwen21.memory_show import describe, draw
         from ..qwen21.prompt import canvas_size, reference_size
+        from ..qwen21.ram import GIB
 
         check_choices(kv_storage=(kv_storage, KV_STORAGES))
         parts = {
@@ -95,17 +87,7 @@ class Qwen21MemoryPlan(io.ComfyNode):
         canvas = canvas_size([], (width, height))
         pictures = [reference_size(resolution, resolution, resolution)] * references
         job = Job.typical(pictures, (canvas.width, canvas.height), batch, branches=2 if guided else 1)
-        free = int(free_gib * GIB) or free_on_gpu()
+        free = int(free_gib * GIB) or host.free_on_gpu()
         plan = plan_memory(parts, job, free=free, ram=available_ram(), codec=kv_storage)
         text = describe(plan)
         return io.NodeOutput(text, to_pixels(draw(plan))[None], ui=ui.PreviewText(text))
-
-
-def free_on_gpu():
-    """Bytes that a run could have: free ones, and what loaded models would give back. None without a GPU."""
-    device = comfy.model_management.get_torch_device()
-    if device.type == "cpu":
-        return None
-    loaded = [model for model in comfy.model_management.current_loaded_models if model.device == device]
-    given_back = sum(model.model_loaded_memory() for model in loaded)
-    return int(comfy.model_management.get_free_memory(device)) + given_back

@@ -4,7 +4,7 @@ from comfy_api.latest import io
 
 from ..qwen21.errors import UserError
 from ..qwen21.options import FITS
-from .common import CATEGORY, LATENTS, ORIGIN, PADS, REPORT, SEEN_BY_BOTH, SLOTS, References
+from .common import CATEGORY, LATENTS, ORIGIN, PADS, REPORT, SEEN_BY_BOTH, SLOTS, References, resolution_input
 
 
 class Qwen21AddReference(io.ComfyNode):
@@ -29,16 +29,9 @@ class Qwen21AddReference(io.ComfyNode):
                     ),
                 ),
                 References.Input("references", optional=True, tooltip="The references before this one."),
-                io.Int.Input(
-                    "resolution",
-                    default=1024,
-                    min=32,
-                    max=4096,
-                    step=32,
-                    tooltip=(
-                        "The reference becomes about resolution x resolution pixels. Larger sees more and costs more"
-                        " memory."
-                    ),
+                resolution_input(
+                    "The reference becomes about resolution x resolution pixels. Larger sees more and costs more"
+                    " memory."
                 ),
                 io.Combo.Input(
                     "fit",

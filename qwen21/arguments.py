@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .config import MAX_REFERENCES
+from .errors import UserError
 from .options import CANVASES, EDIT_NOISES, KV_STORAGES, SCHEDULES
 
 if TYPE_CHECKING:
+    from .checkpoint.quant import Fp8
+    from .request import Request
     from .sampler import GuidanceRange
 
 
@@ -174,6 +178,54 @@ def add_run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--image", metavar="NODE.INPUT=FILE", **several, help=picture)
     p.add_argument("--out", metavar="DIR", type=Path, default=Path("."), help="folder for the outputs, default here")
     p.add_argument("--verbose", action="store_true", help="show the texts of nodes, and tracebacks, on stderr")
+
+
+def request_of(a: argparse.Namespace) -> Request:
+    """What the arguments ask for, but for the pictures they name."""
+    from .request import Request
+
+    return Request(
+        prompts=a.prompt or "",
+        negative=a.negative,
+        cfg=a.cfg,
+        cfg_ranges=tuple(a.cfg_range),
+        steps=a.steps,
+        schedule=a.schedule,
+        sigmas=a.sigmas,
+        seed=a.seed,
+        size=a.size,
+        resolution=a.resolution,
+        canvas=a.canvas,
+        batch=a.batch,
+        edit_noise=a.edit_noise,
+        denoise=a.denoise,
+        prefix_cache=a.prefix_cache == "on",
+    )
+
+
+def opened_request(a: argparse.Namespace) -> Request:
+    """What the arguments ask for, with their pictures opened."""
+    from .images import open_image
+    from .prompt import check_count
+
+    check_count(len(a.image))
+    return replace(
+        request_of(a),
+        references=tuple(open_image(path) for path in a.image),
+        init_image=open_image(a.init_image) if a.init_image else None,
+        mask=open_image(a.mask) if a.mask else None,
+    )
+
+
+def fp8_of(a: argparse.Namespace) -> Fp8 | None:
+    """FP8 storage as the flags --dtype and --keep ask for it."""
+    from .checkpoint.quant import Fp8
+
+    if a.dtype == "fp8":
+        return Fp8(tuple(a.keep))
+    if a.keep:
+        raise UserError(f"--keep {a.keep[0]} says what fp8 leaves alone, but --dtype is {a.dtype}; add --dtype fp8")
+    return None
 
 
 def _size(text: str) -> tuple[int, int]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from .dit import DiT
-from .memory import unit_tokens, working_bytes
-from .prefix import CODECS, Origins, Prefix, PrefixInputs, Reuse, Unit, content, prefix_through, unit_keys
+from .memory import working_bytes
+from .prefix import Origins, Prefix, PrefixInputs, Reuse, content, prefix_for_now, prefix_through, unit_keys
 from .sequence import PrefixLayout
 
 if TYPE_CHECKING:
@@ -85,18 +85,12 @@ class Branch:
         )
         h, w = self.plan.grid
         rows = sum(other is prompt for other in self.prompts)
-        working = working_bytes(self.dit.config, rows, h * w, unit_tokens(inputs.layout), pipeline.dtype)
-
-        def place(needed: int, head: Sequence[Unit]) -> torch.device:
-            return pipeline.place(needed, working, head)
-
-        codec = inputs.codec(pipeline.codec, self.dit, *pipeline.prefix_room(working))
+        working = working_bytes(self.dit.config, rows, h * w, inputs.layout.unit_tokens, pipeline.dtype)
+        placement = pipeline.placement(working)
+        codec = inputs.codec(pipeline.codec, self.dit, *placement.room())
+        prefilling = {"check_cancel": self.check_cancel}
         if self.plan.request.prefix_cache:
             identity = pipeline.identity(codec)
-            return prefix_through(pipeline.store, identity, self.dit, inputs, place, check_cancel=self.check_cancel)
-        kept = CODECS[codec]
-        storage = place(inputs.nbytes(self.dit, kept), ())
-        prefix = self.dit.prefill(
-            inputs.text, inputs.references, slots, codec=kept, storage=storage, check_cancel=self.check_cancel
-        )
-        return prefix, Reuse.of(prefix, 0, "the prefix cache is off", "off")
+            return prefix_through(pipeline.store, identity, self.dit, inputs, placement.place, **prefilling)
+        reason = "the prefix cache is off"
+        return prefix_for_now(self.dit, inputs, codec, placement.place, "off", reason, **prefilling)

@@ -10,14 +10,11 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from . import arguments
-from .config import MAX_BATCH, MAX_REFERENCES
+from .config import MAX_BATCH
 from .errors import UserError
-
-if TYPE_CHECKING:
-    from .request import Request
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -115,7 +112,6 @@ def run_generate(a: argparse.Namespace) -> int:
     from . import outputs, session
     from .checkpoint.load import check_keep
     from .checkpoint.lora import read_lora
-    from .checkpoint.quant import fp8_of
     from .pipeline import Pipeline, Watch
     from .request import make_plan
 
@@ -126,13 +122,14 @@ def run_generate(a: argparse.Namespace) -> int:
             outputs.check_outputs(job.out, job.save_latent, max(1, min(job.batch, MAX_BATCH)), inputs)
     device = outputs.pick_device(a.device)
     with session.naming(1, jobs):
-        first = request_of(jobs[0])
+        first = arguments.opened_request(jobs[0])
     files = find_model(a)
     for number, job in enumerate(jobs, 1):
         with session.naming(number, jobs):
             outputs.check_outputs(job.out, job.save_latent, 1, [*files.paths, *(path for path, _ in a.lora)])
-            make_plan(request_of(job) if number > 1 else first, files)  # refuses before the first is painted
-    fp8 = fp8_of(a)
+            # Every job, before the first is painted: this refuses what cannot be done.
+            make_plan(arguments.opened_request(job) if number > 1 else first, files)
+    fp8 = arguments.fp8_of(a)
     if fp8:
         check_keep(fp8, (files.dit, files.encoder))
     loras = tuple((read_lora(path, files.dit.config), strength) for path, strength in a.lora)
@@ -142,44 +139,16 @@ def run_generate(a: argparse.Namespace) -> int:
     for number, job in enumerate(jobs, 1):
         a.done = number - 1
         with session.naming(number, jobs, written=True):
-            request = first if number == 1 else request_of(job)
+            request = first if number == 1 else arguments.opened_request(job)
             with ProgressBar() as bar:
                 result = pipeline.generate(request, Watch(on_step=bar.step, on_stage=bar.stage))
             outputs.write({job.out: result}, job.save_latent)
         for warning in result.manifest["warnings"]:
             print(f"qwen21: warning: {warning}", file=sys.stderr)
         if len(jobs) > 1:
-            sides = ("", "; negative prefix ") if len(result.prefixes) == 2 else [""] + ["; "] * len(result.prefixes)
-            reuse = "".join(side + str(prefix.reuse) for side, prefix in zip(sides, result.prefixes, strict=False))
+            reuse = "; negative prefix ".join(str(prefix.reuse) for prefix in result.prefixes)
             print(f"qwen21: {number} of {len(jobs)}, {job.out.name}: prefix {reuse}", file=sys.stderr)
     return 0
-
-
-def request_of(a: argparse.Namespace) -> Request:
-    """What the arguments of one job ask for, its pictures opened."""
-    from .images import open_image
-    from .request import Request
-
-    return Request(
-        prompts=a.prompt,
-        negative=a.negative,
-        references=tuple(open_image(path) for path in _at_most_ten(a.image)),
-        cfg=a.cfg,
-        cfg_ranges=tuple(a.cfg_range),
-        steps=a.steps,
-        schedule=a.schedule,
-        sigmas=a.sigmas,
-        seed=a.seed,
-        size=a.size,
-        resolution=a.resolution,
-        canvas=a.canvas,
-        batch=a.batch,
-        edit_noise=a.edit_noise,
-        init_image=open_image(a.init_image) if a.init_image else None,
-        mask=open_image(a.mask) if a.mask else None,
-        denoise=a.denoise,
-        prefix_cache=a.prefix_cache == "on",
-    )
 
 
 def find_model(a: argparse.Namespace):
@@ -196,12 +165,6 @@ def find_model(a: argparse.Namespace):
         missing = ", ".join(name for name in parts if name not in given)
         raise UserError(f"no model: give --model FOLDER, or --dit, --encoder and --vae ({missing} not given)")
     return find_files(a.dit, a.encoder, a.vae, a.tokenizer)
-
-
-def _at_most_ten(paths: list[Path]) -> list[Path]:
-    if len(paths) > MAX_REFERENCES:
-        raise UserError(f"got {len(paths)} references, at most {MAX_REFERENCES} are possible; leave some out")
-    return paths
 
 
 class ProgressBar:
@@ -249,7 +212,6 @@ def run_workflow(a: argparse.Namespace) -> int:
 
 
 def run_plan(a: argparse.Namespace) -> int:
-    _at_most_ten(a.image)
     from .planning import run
 
     return run(a, find_model(a))
@@ -266,10 +228,9 @@ def run_inspect(a: argparse.Namespace) -> int:
 
 def run_convert(a: argparse.Namespace) -> int:
     from .checkpoint.convert import convert
-    from .checkpoint.quant import fp8_of
 
     slot, path = ("dit", a.dit) if a.dit else ("encoder", a.encoder)
-    print(convert(slot, path, fp8_of(a), a.out, a.scales), flush=True)
+    print(convert(slot, path, arguments.fp8_of(a), a.out, a.scales), flush=True)
     return 0
 
 

@@ -16,9 +16,10 @@ import torch
 from . import dit
 from .checkpoint.files import DTYPE_BYTES
 from .checkpoint.load import Component
+from .checkpoint.packing import FLOATS
 from .checkpoint.quant import Fp8
 from .config import DiTConfig, EncoderConfig
-from .prefix import NATIVE, Codec
+from .prefix import NATIVE, Codec, unit_bytes
 from .prefix.codecs import Packing
 from .ram import available_ram as available_ram
 from .ram import total_ram
@@ -26,7 +27,6 @@ from .sequence import PrefixLayout
 
 ALLOWANCE = 1.1  # on activations of the encoder and the transformer; the VAE's is `tiling.WORKSPACE`
 FP32 = torch.float32.itemsize
-FLOATS = ("F64", "F32", "F16", "BF16")  # dtypes of a file that loading casts; packed ones stay as they are
 
 
 # --- weights and prefixes: exact -----------------------------------------------------------------------------------
@@ -47,7 +47,7 @@ def weight_bytes(part: Component, dtype: torch.dtype | None = None, fp8: Fp8 | N
         elif fp8 is not None and len(source.shape) == 2 and fp8.takes(layer):
             total += math.prod(source.shape) + FP32 * source.shape[0]
         else:
-            cast = dtype is not None and stored in FLOATS
+            cast = dtype is not None and stored in FLOATS  # packed ones stay as they are
             total += math.prod(source.shape) * (dtype.itemsize if cast else DTYPE_BYTES[stored])
     return total
 
@@ -63,11 +63,6 @@ def rebuilt_bytes(part: Component, dtype: torch.dtype, fp8: Fp8 | None = None) -
         ),
         default=0,
     )
-
-
-def unit_tokens(layout: PrefixLayout) -> tuple[int, ...]:
-    """Tokens of each unit of a prefix."""
-    return tuple(unit[-1].stop - unit[0].offset for unit in layout.units)
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ def chains(layouts: Sequence[PrefixLayout], shared: bool = True) -> list[Chain]:
     made: list[Chain] = []
     for layout in layouts:
         head = max((_common_head(layout, other) for other in layouts[: len(made)]), default=0) if shared else 0
-        tokens = unit_tokens(layout)
+        tokens = layout.unit_tokens
         made.append(Chain(tokens[:head], tokens[head:]))
     return made
 
@@ -96,11 +91,6 @@ def _common_head(layout: PrefixLayout, other: PrefixLayout) -> int:
     """Units that two prefixes begin with alike. The last text differs, whatever its length."""
     pairs = zip(layout.units[: layout.references], other.units[: other.references], strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(layout.references, other.references))
-
-
-def unit_bytes(config: DiTConfig, tokens: int, dtype: torch.dtype, codec: Codec = NATIVE) -> int:
-    """K and V of one unit, all layers. Native: 2 GiB for a reference of 1024 x 1024 pixels (4096 tokens) in bf16."""
-    return config.layers * codec.nbytes(tokens, config.heads, config.head_dim, dtype)
 
 
 def prefix_bytes(config: DiTConfig, made: Sequence[Chain], dtype: torch.dtype, codec: Codec = NATIVE) -> int:

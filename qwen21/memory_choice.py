@@ -11,7 +11,6 @@ from .memory import ALLOWANCE
 
 LESS = "choose a smaller resolution or size, fewer references or a smaller batch"
 MISFIT = "does not fit: "
-GIB = 2**30
 
 Tiles = Mapping[int | None, int]  # peak bytes by tile in latent cells, None for the whole picture, largest first
 

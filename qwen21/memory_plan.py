@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from . import memory, tiling
-from .checkpoint.load import Component
+from .checkpoint.load import Component, own_dtype
 from .checkpoint.quant import Fp8
 from .config import LATENT_PIXELS
 from .memory_choice import Choice, Needs, choose
@@ -18,7 +18,6 @@ from .prefix.keys import unit_names
 from .prompt import VISION_MERGE, Size, TokenLayout
 from .sequence import PrefixLayout, prefix_layout
 
-FILE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # by name of a file's storage
 # For plans without a prompt: a prompt of a few sentences in its template, what leads to each reference, and the
 # system turn, which the text encoder alone reads.
 TYPICAL_PROMPT, TYPICAL_LEAD, SYSTEM_TURN = 128, 8, 16  # tokens
@@ -157,16 +156,11 @@ def plan_memory(
     what `choose` takes. fp8: block linears that are not quantized yet are kept in fp8.
     beside: bytes of LoRAs beside the transformer's weights.
     """
-    compute = dtype or _own(parts["dit"])
+    compute = dtype or own_dtype(parts["dit"])
     needs = _needs(parts, job, dtype, compute, fp8, beside)
     choice = choose(needs, free or 0, ram, gpu=free is not None, placement=placement, codec=codec)
     units = _kept_units(parts["dit"], job, compute)
     return MemoryPlan(job, compute, needs, units, ram if free is None else free, ram, free is not None, choice)
-
-
-def _own(part: Component) -> torch.dtype:
-    """The dtype that a file's network computes in by itself."""
-    return FILE_DTYPES.get(part.identity.quantization, torch.bfloat16)
 
 
 def _kept_units(part: Component, job: Job, dtype: torch.dtype) -> tuple[KeptUnit, ...]:
@@ -211,14 +205,14 @@ def _needs(
             "encoder": memory.weight_bytes(encoder, dtype, fp8),
             "vae": memory.weight_bytes(vae, vae_dtype),
         },
-        reading=memory.reading_activations(encoder.config, job.patches, job.tokens, dtype or _own(encoder)),
+        reading=memory.reading_activations(encoder.config, job.patches, job.tokens, dtype or own_dtype(encoder)),
         prefix={name: memory.prefix_bytes(config, made, compute, CODECS[name]) for name in FIDELITY},
         prefill=prefill(away=False),
         step={name: step(name, away=False) for name in FIDELITY},
         away_prefill=prefill(away=True),
         away_step={name: step(name, away=True) for name in FIDELITY},
-        decode=_by_tile(vae, [job.size], vae_dtype or _own(vae), decode=True),
-        encode=_by_tile(vae, job.pictures, vae_dtype or _own(vae), decode=False),
+        decode=_by_tile(vae, [job.size], vae_dtype or own_dtype(vae), decode=True),
+        encode=_by_tile(vae, job.pictures, vae_dtype or own_dtype(vae), decode=False),
     )
 
 

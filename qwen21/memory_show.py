@@ -8,8 +8,9 @@ from itertools import accumulate
 from PIL import Image, ImageDraw, ImageFont
 
 from . import memory
+from .checkpoint.packing import DTYPES
 from .memory_choice import size
-from .memory_plan import FILE_DTYPES, MemoryPlan, Stage
+from .memory_plan import MemoryPlan, Stage
 
 BAR = 56  # characters
 MARKS = "W", "K", "a"
@@ -27,7 +28,7 @@ def describe(plan: MemoryPlan) -> str:
 
 def _head(plan: MemoryPlan) -> list[str]:
     job = plan.job
-    dtype = next(name for name, dtype in FILE_DTYPES.items() if dtype == plan.dtype)
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == plan.dtype)
     references = len(job.patches)
     title = [
         f"{job.size[0]}x{job.size[1]} pixels",

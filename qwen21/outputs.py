@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save
 
+from .checkpoint.packing import DTYPES
 from .errors import UserError
 from .images import png_bytes
 from .writing import check_writable, write_together
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from .pipeline import Result
 
 MANIFEST_KEY = "qwen21"  # the PNG text chunk
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def pick_device(name: str) -> torch.device:

@@ -25,7 +25,8 @@ from .dit import DiT
 from .encoded import EncodedPrompt, EncodedReference, Remembered
 from .errors import UserError
 from .manifest import build_manifest
-from .prefix import ModelIdentity, Store, Unit, text_origin
+from .prefix import ModelIdentity, Placement, Store, Unit, text_origin
+from .prefix.placement import RAM
 from .prompt import layout_tokens
 from .request import Plan, Request, make_plan
 from .sampler import Start, draw_noise, sample
@@ -242,14 +243,10 @@ class Pipeline:
         patches = ", ".join(sorted(f"{lora.digest} at {strength}" for lora, strength in self.loras if strength))
         return ModelIdentity(self._made_by("dit"), str(self.dtype), codec, patches, self.device.type)
 
-    def prefix_room(self, working: int) -> tuple[int | None, int]:
-        """Bytes for a prefix beside `working` bytes a step, on the device (None on a CPU) and in RAM: what is free,
-        and what stored prefixes would give up."""
-        ram = memory.available_ram() + self.store.nbytes(torch.device("cpu"))
-        free = self._free_bytes()
-        if free is None or self.kv_device == "cpu":
-            return None, ram
-        return free + self.store.nbytes(self.device) - working, ram
+    def placement(self, working: int) -> Placement:
+        """Where prefixes are kept beside `working` bytes of activations."""
+        free, ram = self._free_bytes, memory.available_ram
+        return Placement(self.kv_device, self.device, working, self.store, free, ram, self._give_up)
 
     def fits_together(self) -> bool:
         """Whether all three networks may stay loaded: they take at most half of the free memory."""
@@ -262,24 +259,14 @@ class Pipeline:
         """The VAE's values can exceed what fp16 holds, so fp16 runs decode in fp32."""
         return torch.float32 if self.dtype == torch.float16 else self.dtype
 
-    def place(self, needed: int, working: int, head: Sequence[Unit] = ()) -> torch.device:
-        """Where a prefix is kept of which `needed` bytes are not on the device yet, beside `working` bytes a step.
+    def _make_room(self, nbytes: int) -> None:
+        """Have stored prefixes leave the device, as far as it lacks so much free memory."""
+        if self.device.type != "cpu" and (lacking := nbytes - self._free_bytes()) > 0:
+            self._give_up(lacking)
 
-        Stored units that it begins with, `head`, stay where they are.
-        """
-        if self.device.type == "cpu" or self.kv_device != "auto":
-            return torch.device("cpu") if self.kv_device == "cpu" else self.device
-        return self.device if self._make_room(needed + working, head) else torch.device("cpu")
-
-    def _make_room(self, nbytes: int, sparing: Sequence[Unit] = ()) -> bool:
-        """Whether the device has so much free memory, after stored prefixes were moved to RAM for it."""
-        if self.device.type == "cpu":
-            return True
-        lacking = nbytes - self._free_bytes()
-        if lacking > 0:
-            ram = torch.device("cpu")
-            lacking -= self.store.release(lacking, self.device, "memory was short", to=ram, sparing=sparing)
-        return lacking <= 0
+    def _give_up(self, nbytes: int, sparing: Sequence[Unit] = ()) -> int:
+        """Move so many bytes of stored prefixes from the device to RAM, older ones first; returns how many."""
+        return self.store.release(nbytes, self.device, "memory was short", to=RAM, sparing=sparing)
 
     def _make_room_for_vae(self, size: tuple[int, int], decode: bool) -> None:
         peak = tiling.peak_bytes(self.files.vae.config, *size, self._vae_dtype, decode=decode)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from PIL import Image
 
 from . import images, memory, outputs
+from .arguments import fp8_of, request_of
 from .checkpoint.files import open_checkpoint
 from .checkpoint.load import ModelFiles, check_keep
-from .checkpoint.quant import fp8_of
 from .config import LATENT_PIXELS
 from .errors import UserError
-from .memory_choice import GIB
 from .memory_plan import Job, MemoryPlan, plan_memory
 from .memory_show import describe, draw
-from .prompt import canvas_size, layout_tokens, reference_size
-from .request import Plan, Request, make_plan
+from .prompt import canvas_size, check_count, layout_tokens, reference_size
+from .ram import GIB
+from .request import Plan, make_plan
 from .tokenizer import load_tokenizer
 
 SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
@@ -43,6 +44,7 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
     """The plan of a run with these arguments, and what a run would warn of."""
     if a.session is not None or a.repeat != 1:
         raise UserError("a plan is of one run; leave --session and --repeat out, and give one job's flags")
+    check_count(len(a.image))
     free = _free_bytes(a)
     dtype = outputs.pick_dtype(a.dtype, torch.device("cpu" if free is None else "cuda"))
     originals = [picture_size(path) for path in a.image]
@@ -80,23 +82,7 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
 
 def _checked(a: argparse.Namespace, size: tuple[int, int], files: ModelFiles) -> Plan:
     """The arguments checked as a run checks them, but for the pictures' pixels, which are not read."""
-    return make_plan(
-        Request(
-            prompts=a.prompt or "",
-            negative=a.negative,
-            cfg=a.cfg,
-            cfg_ranges=tuple(a.cfg_range),
-            steps=a.steps,
-            schedule=a.schedule,
-            sigmas=a.sigmas,
-            seed=a.seed,
-            size=size,
-            resolution=a.resolution,
-            batch=a.batch,
-            prefix_cache=a.prefix_cache == "on",
-        ),
-        files,
-    )
+    return make_plan(replace(request_of(a), size=size, denoise=1.0), files)
 
 
 def _free_bytes(a: argparse.Namespace) -> int | None:

@@ -7,6 +7,7 @@ import os
 import sys
 from pathlib import Path
 
+GIB = 2**30
 MEMINFO = Path("/proc/meminfo")
 
 

@@ -15,6 +15,7 @@ from .sampler import GuidanceRange, guidance, guides, noise_seed
 from .schedule import Schedule, custom_sigmas, make_schedule
 
 MAX_STEPS = 1000
+SEEDS = 2**64
 MAX_SIDE = 16384  # pixels
 MIN_DENOISE = 0.001
 
@@ -99,8 +100,7 @@ def _check_request(request: Request) -> None:
     for cfg in (request.cfg, *(r.cfg for r in request.cfg_ranges)):
         if not math.isfinite(cfg):
             raise UserError(f"CFG is {cfg}, expected a finite number such as 4.0")
-    if not 0 <= request.seed < 2**64:
-        raise UserError(f"seed is {request.seed}, expected 0 to {2**64 - 1}")
+    require_seed(request.seed)
     if request.mask is not None and request.init_image is None:
         raise UserError("a mask says which part of a picture may change; give that picture with --init-image")
     if request.denoise != 1 and request.init_image is None:
@@ -109,6 +109,11 @@ def _check_request(request: Request) -> None:
         raise UserError(f"denoise is {request.denoise:g}, expected at least {MIN_DENOISE:g}")
     if request.sigmas is not None and (request.steps is not None or request.denoise != 1):
         raise UserError("a grid of sigmas already says steps and denoise; leave --steps and --denoise out")
+
+
+def require_seed(seed: int) -> None:
+    if not 0 <= seed < SEEDS:
+        raise UserError(f"seed is {seed}, expected 0 to {SEEDS - 1}")
 
 
 def _canvas(request: Request, warnings: list[str]) -> tuple[int, int]:

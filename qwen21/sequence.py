@@ -100,6 +100,11 @@ class PrefixLayout:
         return (*units, waiting) if waiting else tuple(units)
 
     @property
+    def unit_tokens(self) -> tuple[int, ...]:
+        """Tokens of each unit."""
+        return tuple(unit[-1].stop - unit[0].offset for unit in self.units)
+
+    @property
     def references(self) -> int:
         return sum(isinstance(segment, ImageSegment) for segment in self.segments)
 

@@ -15,7 +15,6 @@ from .config import MAX_BATCH
 from .errors import UserError
 
 MAX_JOBS = 10_000
-SEEDS = 2**64
 # Flags of the whole process: a job cannot change what the others share.
 SHARED = ("model", "dit", "encoder", "vae", "tokenizer", "dtype", "device", "lora", "keep", "kv_storage", "kv_device",
           "repeat", "session")  # fmt: skip
@@ -31,8 +30,6 @@ def expand(a: argparse.Namespace, parse: Parse) -> list[argparse.Namespace]:
     A session's job is a table of flags without dashes in front, whose values replace those of the command line. A
     repeat moves the seed by one each time and numbers the outputs. `parse` reads flags as the command line does.
     """
-    if a.repeat > 1 and not 0 <= a.seed < SEEDS:
-        raise UserError(f"seed is {a.seed}, expected 0 to {SEEDS - 1}")
     jobs = [a] if a.session is None else [_merged(a, job, i, parse) for i, job in enumerate(_read(a.session), 1)]
     for i, job in enumerate(jobs, 1):
         for flag in ("prompt", "out"):
@@ -67,15 +64,13 @@ def _read(path: Path) -> list[Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error}); expected a list of jobs") from error
     if not isinstance(jobs, list) or not 1 <= len(jobs) <= MAX_JOBS:
-        raise UserError(
-            f'{path}: expected a list of 1 to {MAX_JOBS} jobs, such as [{{"prompt": "a cat", "out": "cat.png"}}]'
-        )
+        raise UserError(f"{path}: expected a list of 1 to {MAX_JOBS} jobs, such as [{EXAMPLE}]")
     return jobs
 
 
 def _merged(a: argparse.Namespace, job: Any, number: int, parse: Parse) -> argparse.Namespace:
     if not isinstance(job, dict):
-        raise UserError(f'{a.session}: job {number} is {short(job)}, expected a table such as {{"prompt": "a cat"}}')
+        raise UserError(f"{a.session}: job {number} is {short(job)}, expected a table such as {EXAMPLE}")
     merged = argparse.Namespace(**vars(a))
     for key, value in job.items():
         flag = key.replace("_", "-")
@@ -111,6 +106,9 @@ def _word(value: Any) -> str:
 
 
 def _repeated(job: argparse.Namespace, i: int) -> argparse.Namespace:
+    from .request import SEEDS, require_seed
+
+    require_seed(job.seed)  # the one that was given: moved ones come round
     latent = job.save_latent and _numbered(job.save_latent, i)
     changes = {"seed": (job.seed + i) % SEEDS, "out": _numbered(job.out, i), "save_latent": latent}
     return argparse.Namespace(**(vars(job) | changes))

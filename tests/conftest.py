@@ -8,6 +8,7 @@ import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 
+import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -32,3 +33,18 @@ def _register(name: str, folder: Path) -> None:
 _register("qwen21", ROOT / "qwen21")
 _register("tests", ROOT / "tests")
 torch.set_num_threads(1)  # the tests' tensors are small: threads that wait for each other cost more than they bring
+
+
+@pytest.fixture
+def prefilled(monkeypatch):
+    """Tokens of each unit that was prefilled."""
+    from qwen21.dit import DiT
+
+    tokens, original = [], DiT._prefill_unit
+
+    def counted(self, unit, *args):
+        tokens.append(unit.tokens)
+        return original(self, unit, *args)
+
+    monkeypatch.setattr(DiT, "_prefill_unit", counted)
+    return tokens

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,12 +40,22 @@ def free_ram() -> int:
     return int(comfy.model_management.get_free_memory(torch.device("cpu")))
 
 
+def free_on_gpu() -> int | None:
+    """Bytes that a run could have: free ones, and what loaded models would give back. None without a GPU."""
+    device = comfy.model_management.get_torch_device()
+    if device.type == "cpu":
+        return None
+    loaded = [model for model in comfy.model_management.current_loaded_models if model.device == device]
+    given_back = sum(model.model_loaded_memory() for model in loaded)
+    return int(comfy.model_management.get_free_memory(device)) + given_back
+
+
 def precision(part: Component, dtype: str, keep: str = "") -> tuple[torch.dtype, Fp8 | None]:
     """The dtype of weights that are not quantized, by default the file's own, and how block linears become fp8.
 
     `keep` holds patterns of layers that fp8 leaves alone, between commas or spaces.
     """
-    from ...qwen21.checkpoint.load import check_keep
+    from ...qwen21.checkpoint.load import check_keep, own_dtype
     from ...qwen21.checkpoint.quant import Fp8
 
     patterns = tuple(keep.replace(",", " ").split())
@@ -59,18 +68,6 @@ def precision(part: Component, dtype: str, keep: str = "") -> tuple[torch.dtype,
     if fp8:
         check_keep(fp8, (part,))
     return DTYPES.get(dtype) or own_dtype(part), fp8
-
-
-def own_dtype(part: Component) -> torch.dtype:
-    """The dtype of most of a file's weights that are not quantized; fp32 for fp64."""
-    from ...qwen21.checkpoint.packing import FLOATS
-
-    counts: Counter[str] = Counter()
-    for source in part.identity.sources.values():
-        info = part.checkpoint.tensors[source.key]
-        counts[FLOATS.get(info.dtype, "")] += info.nbytes
-    counts.pop("", None)
-    return DTYPES.get(counts.most_common(1)[0][0], torch.float32) if counts else torch.bfloat16
 
 
 def stored_as(part: Component, fp8: Fp8 | None) -> str:

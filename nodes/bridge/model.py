@@ -23,7 +23,7 @@ from ...qwen21.checkpoint.load import Component, fill, find_dit, folder_schedule
 from ...qwen21.config import LATENT_PIXELS, LATENTS_MEAN, LATENTS_STD, ScheduleConfig
 from ...qwen21.dit import DiT
 from ...qwen21.errors import UserError
-from ...qwen21.memory import unit_tokens, working_bytes
+from ...qwen21.memory import working_bytes
 from ...qwen21.prefix import Prefix
 from ...qwen21.schedule import official_grid
 from .condition import Condition, condition_of
@@ -228,7 +228,7 @@ class Qwen21Model(_LoraBase):
 
     def extra_conds_shapes(self, **kwargs: Any) -> dict[str, list[int]]:
         condition = condition_of(kwargs, self.process_latent_in)
-        units = [unit_tokens(condition.layout(row)) for row in range(len(condition.texts))]
+        units = [condition.layout(row).unit_tokens for row in range(len(condition.texts))]
         sizes = {
             "": max(map(sum, units)),
             "_unit": max(map(max, units)),

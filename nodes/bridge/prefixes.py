@@ -5,15 +5,24 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ...qwen21.memory import store_budget, unit_tokens, working_bytes
-from ...qwen21.prefix import CODECS, Codec, ModelIdentity, Place, Prefix, PrefixInputs, Reuse, Unit, prefix_through
+from ...qwen21.memory import store_budget, working_bytes
+from ...qwen21.prefix import (
+    CODECS,
+    ModelIdentity,
+    Placement,
+    Prefix,
+    Reuse,
+    prefix_for_now,
+    prefix_through,
+    unit_bytes,
+)
+from ...qwen21.ram import GIB
 from .host import free_bytes, free_ram
 from .identity import PatchDigest, Unseen, require_visible
 from .shelf import StorePatcher
@@ -24,7 +33,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 OPTIONS = "qwen21_prefix"  # in transformer_options: the fields of PrefixSettings
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -67,56 +75,32 @@ class PrefixStore:
         where its weights, patches and hooks are in force; `prefilling` goes to `DiT.prefill`."""
         settings = PrefixSettings(**options.get(OPTIONS, {}))
         dit, inputs = self._model.diffusion_model, condition.inputs(row, x)
-        working = working_bytes(dit.config, x.shape[0], x.shape[-1] * x.shape[-2], unit_tokens(inputs.layout), x.dtype)
-        codec = inputs.codec(settings.storage, dit, *self._room(settings, working, x.device))
-
-        def place(needed: int, head: Sequence[Unit]) -> torch.device:
-            return self._place(settings, needed + working, x.device, head)
-
+        working = working_bytes(dit.config, x.shape[0], x.shape[-1] * x.shape[-2], inputs.layout.unit_tokens, x.dtype)
+        placement = self._placement(settings, working, x.device)
+        codec = inputs.codec(settings.storage, dit, *placement.room())
+        kind = "off"
+        reason = "the prefix cache is off" if condition.stable else "hooks may change weights between steps"
         if settings.cache and condition.stable:
             try:
                 identity = self._identity(self._model.current_patcher, x, codec, options)
             except Unseen as unseen:
-                reason = f"kept for this run only: {unseen}"
+                kind, reason = "miss", f"kept for this run only: {unseen}"
             else:
                 store = self.patcher.store
                 store.budget = int(settings.budget * GIB) or store_budget()
-                return prefix_through(store, identity, dit, inputs, place, **prefilling)
-        else:
-            reason = "the prefix cache is off" if condition.stable else "hooks may change weights between steps"
-        kind = "miss" if settings.cache and condition.stable else "off"
-        prefix = self._for_now(CODECS[codec], inputs, place, prefilling)
-        return prefix, Reuse.of(prefix, 0, reason, kind)
+                return prefix_through(store, identity, dit, inputs, placement.place, **prefilling)
+        return prefix_for_now(dit, inputs, codec, placement.place, kind, reason, **prefilling)
 
-    def _for_now(self, codec: Codec, inputs: PrefixInputs, place: Place, prefilling: dict[str, Any]) -> Prefix:
-        """A prefix that the store does not get."""
-        dit = self._model.diffusion_model
-        storage = place(inputs.nbytes(dit, codec), ())
-        return dit.prefill(inputs.text, inputs.references, inputs.slots, codec=codec, storage=storage, **prefilling)
+    def _placement(self, settings: PrefixSettings, working: int, device: torch.device) -> Placement:
+        def free() -> int:
+            return free_bytes(self._model.current_patcher, device)
 
-    def _room(self, settings: PrefixSettings, working: int, device: torch.device) -> tuple[int | None, int]:
-        """Bytes for a prefix beside a step, on the device (None on a CPU) and in RAM: what is free, and what stored
-        prefixes would give up."""
-        store, ram = self.patcher.store, torch.device("cpu")
-        in_ram = free_ram() + store.nbytes(ram)
-        if device.type == "cpu" or settings.device == "cpu":
-            return None, in_ram
-        return free_bytes(self._model.current_patcher, device) + store.nbytes(device) - working, in_ram
+        return Placement(settings.device, device, working, self.patcher.store, free, free_ram, self.patcher.give_up)
 
     def _identity(self, patcher: Any, x: Tensor, codec: str, options: dict[str, Any]) -> ModelIdentity:
         require_visible(patcher, options)
         patches = self._digest.of(patcher.patches)
         return ModelIdentity(self._fingerprint, str(x.dtype), codec, patches, x.device.type)
-
-    def _place(self, settings: PrefixSettings, nbytes: int, device: torch.device, head: Sequence[Unit]) -> torch.device:
-        """Where a prefix is kept: on the device while `nbytes`, a step's too, fit after older ones left it, else in
-        RAM."""
-        if device.type == "cpu" or settings.device == "cpu":
-            return torch.device("cpu")
-        lacking = nbytes - free_bytes(self._model.current_patcher, device)
-        if lacking > 0:
-            lacking -= self.patcher.give_up(lacking, sparing=head)
-        return device if settings.device == "gpu" or lacking <= 0 else torch.device("cpu")
 
     def begin(self, patcher: Any) -> None:
         """Before a run, and before ComfyUI asks what it needs: `patcher` is about to sample."""
@@ -141,7 +125,7 @@ class PrefixStore:
         settings = PrefixSettings(**self.upcoming.model_options.get("transformer_options", {}).get(OPTIONS, {}))
         if settings.device == "cpu":
             return 0
-        c, dtype = self._model.diffusion_model.config, self._model.compute_dtype
+        config, dtype = self._model.diffusion_model.config, self._model.compute_dtype
         codec = CODECS["native" if settings.storage == "auto" else settings.storage]
         total = 0
         for row in range(len(condition.texts)):
@@ -151,12 +135,12 @@ class PrefixStore:
                 if key not in self._counted
             ]
             self._counted.update(key for key, _ in unseen)
-            total += sum(c.layers * codec.nbytes(n, c.heads, c.head_dim, dtype) for _, n in unseen)
+            total += sum(unit_bytes(config, tokens, dtype, codec) for _, tokens in unseen)
         return total
 
     def _absent(self, condition: Condition, row: int, settings: PrefixSettings, codec: str) -> list[tuple[str, int]]:
         """Key and tokens of the units of a text that are not on the device."""
-        keys, tokens = condition.keys[row], unit_tokens(condition.layout(row))
+        keys, tokens = condition.keys[row], condition.layout(row).unit_tokens
         present = 0
         if self._patcher is not None and settings.cache and condition.stable:
             x = torch.empty(0, dtype=self._model.compute_dtype, device=self.device)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UserError
+from ..ram import GIB
 from ..writing import check_writable, write_together
 from .files import DTYPE_BYTES, TensorInfo
 from .keymap import Source
@@ -26,7 +27,6 @@ from .weights import Weights
 
 FP8_MARKER = json.dumps({"format": "float8_e4m3fn"}).encode()
 FINAL_NORM = ("model.norm.weight", "model.language_model.norm.weight")  # unused here, but other readers ask for it
-GIB = 2**30
 
 
 @dataclass(frozen=True)

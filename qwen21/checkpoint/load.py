@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from ..vae import VAE
 from .detect import SLOTS, Identity, expect
 from .files import Checkpoint, blaming, is_file, is_folder, open_checkpoint, probe, read_json
 from .keymap import Source
+from .packing import DTYPES, FLOATS
 from .quant import Fp8, QuantLayers, is_block_layer, unmatched
 from .weights import Weights, check_storage
 
@@ -189,6 +191,16 @@ def _read_config(file: Path, by_shapes: Component) -> Any:
             "or of different models, download the folder again"
         )
     return config
+
+
+def own_dtype(part: Component) -> torch.dtype:
+    """The dtype of most of a file's weights that are not quantized; fp32 for fp64, bf16 where all are quantized."""
+    counts: Counter[str] = Counter()
+    for source in part.identity.sources.values():
+        info = part.checkpoint.tensors[source.key]
+        if info.dtype in FLOATS:
+            counts[FLOATS[info.dtype]] += info.nbytes
+    return DTYPES.get(counts.most_common(1)[0][0], torch.float32) if counts else torch.bfloat16
 
 
 def module_of(slot: str, config: Any, operations: ModuleType = nn, dtype: torch.dtype | None = None, **kw) -> nn.Module:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from ..checked import printable, short
 from ..errors import UserError
 from .files import Checkpoint, TensorInfo
@@ -26,6 +28,7 @@ HEADER_MARKERS = "_quantization_metadata"
 MARKER_BYTES = 4096
 GROUPS = (4, 16, 64, 256, 1024, 4096)
 FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # what networks are loaded in
 
 # Formats that are not read, by tensors that only they have. An ending with a dot in front is a whole last part.
 FOREIGN_ENDINGS = {

@@ -7,7 +7,6 @@ instead of one per weight, and a layer has more rows than a prompt has tokens.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -16,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..errors import UserError
 from .packing import GROUPS
 
 E4M3 = torch.float8_e4m3fn
@@ -47,15 +45,6 @@ class Fp8:
     def takes(self, layer: str) -> bool:
         """Whether the linear layer of this name becomes fp8."""
         return is_block_layer(layer) and not any(matches(pattern, layer) for pattern in self.keep)
-
-
-def fp8_of(a: argparse.Namespace) -> Fp8 | None:
-    """FP8 storage as the flags --dtype and --keep ask for it."""
-    if a.dtype == "fp8":
-        return Fp8(tuple(a.keep))
-    if a.keep:
-        raise UserError(f"--keep {a.keep[0]} says what fp8 leaves alone, but --dtype is {a.dtype}; add --dtype fp8")
-    return None
 
 
 def is_block_layer(layer: str) -> bool:

@@ -8,11 +8,10 @@ from pathlib import Path
 from ..checked import printable
 from ..errors import UserError
 from ..options import COMPONENTS
+from ..ram import GIB
 from .detect import SLOTS, Identity, identify
 from .files import Checkpoint, is_file, is_folder, open_checkpoint, read_json
 from .load import Component, class_name, component_of, folder_schedule, has_encoder, unused_tensors
-
-GIB = 2**30
 
 
 def describe(path: Path) -> str:

@@ -1,13 +1,12 @@
 """Keys and values of a prefix, kept between denoising steps, and between runs."""
 
 from .cache import Prefix, Unit
-from .codecs import CODECS, FIDELITY, Codec, codec_named, fitting_codec
+from .codecs import CODECS, FIDELITY, NATIVE, Codec, codec_named, fitting_codec, unit_bytes
 from .keys import Origins, TextOrigin, content, text_origin, unit_keys
-from .reuse import Place, PrefixInputs, Reuse, prefix_through
+from .placement import Placement
+from .reuse import PrefixInputs, Reuse, prefix_for_now, prefix_through
 from .store import ModelIdentity, Store
 from .transfer import LayerReader
-
-NATIVE = CODECS["native"]
 
 __all__ = [
     "CODECS",
@@ -17,7 +16,7 @@ __all__ = [
     "LayerReader",
     "ModelIdentity",
     "Origins",
-    "Place",
+    "Placement",
     "Prefix",
     "PrefixInputs",
     "Reuse",
@@ -27,7 +26,9 @@ __all__ = [
     "codec_named",
     "content",
     "fitting_codec",
+    "prefix_for_now",
     "prefix_through",
     "text_origin",
+    "unit_bytes",
     "unit_keys",
 ]

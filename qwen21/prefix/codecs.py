@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..config import DiTConfig
 from ..errors import UserError
 
 Parts = tuple[Tensor, ...]
@@ -150,8 +151,13 @@ CODECS: Mapping[str, Codec] = {
         Codec("int8", _INT8, _INT8),
     )
 }
-
+NATIVE = CODECS["native"]
 FIDELITY = ("native", "int8", "fp8_v", "fp8")  # the most faithful first; source: tests/bench/codecs.py
+
+
+def unit_bytes(config: DiTConfig, tokens: int, dtype: torch.dtype, codec: Codec = NATIVE) -> int:
+    """K and V of one unit, all layers. Native: 2 GiB for a reference of 1024 x 1024 pixels (4096 tokens) in bf16."""
+    return config.layers * codec.nbytes(tokens, config.heads, config.head_dim, dtype)
 
 
 def fitting_codec(sizes: Mapping[str, int], device: int | None, ram: int) -> str:

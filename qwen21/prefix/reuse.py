@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..sequence import PrefixLayout, prefix_layout
 from .cache import Prefix, Unit
-from .codecs import CODECS, Codec, fitting_codec
+from .codecs import CODECS, Codec, codec_named, fitting_codec, unit_bytes
 from .keys import unit_names
 from .store import ModelIdentity, Store
 from .transfer import same_device
@@ -89,9 +89,7 @@ class PrefixInputs:
 
     def nbytes(self, dit: DiT, codec: Codec, stored: int = 0) -> int:
         """Bytes of the prefix, but for its first `stored` units."""
-        c, dtype = dit.config, self.text.dtype
-        tokens = [unit[-1].stop - unit[0].offset for unit in self.layout.units[stored:]]
-        return sum(c.layers * codec.nbytes(n, c.heads, c.head_dim, dtype) for n in tokens)
+        return sum(unit_bytes(dit.config, n, self.text.dtype, codec) for n in self.layout.unit_tokens[stored:])
 
     def codec(self, name: str, dit: DiT, device: int | None, ram: int) -> str:
         """A codec's name as it is; for `auto` the one that fits, see `fitting_codec`."""
@@ -113,7 +111,7 @@ def prefix_through(
     `place` says where to keep it; further keywords go to
     `DiT.prefill`. Batches, both branches and later runs share what they have in common.
     """
-    codec, device = CODECS[identity.codec], inputs.text.device
+    codec, device = codec_named(identity.codec), inputs.text.device
     why = store.why_missing(identity, inputs.keys, unit_names(inputs.layout))
     head = store.head(identity, inputs.keys)
     absent = sum(unit.nbytes for unit in head if not same_device(unit.device, device))
@@ -127,3 +125,13 @@ def prefix_through(
     reuse = Reuse.of(prefix, len(head), why)
     store.count(reuse)
     return prefix, reuse
+
+
+def prefix_for_now(
+    dit: DiT, inputs: PrefixInputs, codec: str, place: Place, kind: str, reason: str, **prefill: Any
+) -> tuple[Prefix, Reuse]:
+    """The prefix of some inputs, all prefilled and kept by nobody else: `kind` and `reason` say why."""
+    kept = codec_named(codec)
+    storage = place(inputs.nbytes(dit, kept), ())
+    prefix = dit.prefill(inputs.text, inputs.references, inputs.slots, codec=kept, storage=storage, **prefill)
+    return prefix, Reuse.of(prefix, 0, reason, kind)

@@ -14,7 +14,6 @@ from PIL import Image
 
 from qwen21 import manifest, tokenizer
 from qwen21.checkpoint.load import ModelFiles, find_folder
-from qwen21.dit import DiT
 from qwen21.pipeline import Pipeline, Request
 from qwen21.prefix import CODECS, Store
 from qwen21.tokenizer import load_tokenizer
@@ -58,19 +57,6 @@ def networks(files):
     for name in ("encoder", "vae", "dit"):
         pipeline._network(name)
     return pipeline._loaded
-
-
-@pytest.fixture
-def prefilled(monkeypatch):
-    """Tokens of each unit that was prefilled."""
-    tokens, original = [], DiT._prefill_unit
-
-    def counted(self, unit, *args):
-        tokens.append(unit.tokens)
-        return original(self, unit, *args)
-
-    monkeypatch.setattr(DiT, "_prefill_unit", counted)
-    return tokens
 
 
 def picture(name):

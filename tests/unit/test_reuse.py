@@ -30,19 +30,6 @@ def dit():
     return tiny.randomise(DiT(CONFIG), 1)
 
 
-@pytest.fixture
-def prefilled(monkeypatch):
-    """Tokens of each unit that was prefilled."""
-    tokens, original = [], DiT._prefill_unit
-
-    def counted(self, unit, *args):
-        tokens.append(unit.tokens)
-        return original(self, unit, *args)
-
-    monkeypatch.setattr(DiT, "_prefill_unit", counted)
-    return tokens
-
-
 def normal(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
@@ -314,7 +301,7 @@ def test_what_is_placed_on_the_device_fits_beside_a_step(dit, monkeypatch, free)
 
     monkeypatch.setattr(Pipeline, "_free_bytes", lambda self: room())
     pipeline = Pipeline(None, device=AWAY, store=store)
-    prefix, _ = through(store, dit, on_device, place=lambda needed, head: pipeline.place(needed, working, head))
+    prefix, _ = through(store, dit, on_device, place=pipeline.placement(working).place)
     assert prefix.units == head
     assert {unit.at for unit in head} == {CPU} or room() >= working
 

@@ -4,14 +4,13 @@ import weakref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from qwen21 import tiling
 from qwen21.config import VAEConfig
 from qwen21.errors import Cancelled, UserError
 from qwen21.vae import VAE
 from tests import tiny
+from tests.live import Live
 
 
 def small(base: int = 4, decoder_base: int = 4, **kwargs) -> VAE:
@@ -198,30 +197,6 @@ def test_overflow_in_one_tile_is_computed_again_in_fp32(caplog):
 
 
 # Memory.
-
-
-class Live(TorchDispatchMode):
-    """Counts the bytes of tensors made inside and still alive."""
-
-    def __init__(self, *known: torch.Tensor):
-        super().__init__()
-        self.now = self.peak = 0
-        self.seen = {tensor.untyped_storage()._cdata: None for tensor in known}
-
-    def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
-        out = function(*args, **(kwargs or {}))
-        for tensor in (t for t in tree_leaves(out) if isinstance(t, torch.Tensor)):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self.seen:
-                key, size = storage._cdata, storage.nbytes()
-                self.seen[key] = weakref.ref(storage, lambda _, key=key, size=size: self.freed(key, size))
-                self.now += size
-        self.peak = max(self.peak, self.now)
-        return out
-
-    def freed(self, key: int, size: int) -> None:
-        del self.seen[key]
-        self.now -= size
 
 
 @pytest.mark.parametrize(("tile", "dtype"), [(None, torch.float32), (11, torch.bfloat16), (8, torch.float32)])
