@@ -2,6 +2,7 @@
 
 from ..qwen21.manifest import library_versions
 from ..qwen21.prefix import Reuse
+from .bridge.lora import attached
 from .common import LATENTS, PADS, REPORT, SLOTS
 
 
@@ -28,6 +29,7 @@ def _model(model):
         "weights": model.model.stored_as,
         "dtype": str(model.model.compute_dtype).removeprefix("torch."),
         "patched_weights": len(model.patches),
+        "loras": attached(model),
     }
 
 

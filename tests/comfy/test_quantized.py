@@ -209,7 +209,7 @@ def test_saving_a_quantized_model_is_refused(comfy):
 
 # --- patches by core's own loader, in every state of loading -------------------------------------------------------
 
-STATES = ["full", "half", "none", "half, then more", "then all", "then less", "a clone of it", "on again"]
+STATES = ["full", "half", "none", "half, then more", "then all", "then less", "a clone of it", "on again", "hooked"]
 # Core's own layers beside ours: of those, 0.3.64 patches twice what a later load leaves behind that was loaded before.
 STATES_OF_CORE = STATES[:3]
 
@@ -246,7 +246,7 @@ def test_a_lora_equals_the_merged_weights_in_every_state_of_loading(states, mode
     assert relative(patched, plain) > 0.1
     for state in STATES_OF_CORE if name == "fp32" else STATES:
         assert relative(found[state], patched) < 1e-5, state
-    for state in ("off", "off again"):
+    for state in ("off", "detached", "off again", "unhooked"):
         assert torch.equal(found[state], found["plain"]), state
     assert told["changed"] == [] and told["left"] == 0
     assert told["patcher"] == ("ModelPatcher" if name == "fp32" else "QuantPatcher")
