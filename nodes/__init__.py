@@ -5,6 +5,7 @@ from comfy_api.latest import ComfyExtension, io
 from .encode import Qwen21EncodePrompt
 from .latent import Qwen21EmptyLatent, Qwen21Schedule
 from .load import Qwen21LoadDiT, Qwen21LoadEncoder, Qwen21LoadVAE
+from .lora import Qwen21LoadLoRA
 from .plan import Qwen21MemoryPlan
 from .references import Qwen21AddReference, Qwen21SpliceReferences
 from .sample import Qwen21PrefixCache, Qwen21Sampler
@@ -13,6 +14,7 @@ NODES: list[type[io.ComfyNode]] = [
     Qwen21LoadDiT,
     Qwen21LoadEncoder,
     Qwen21LoadVAE,
+    Qwen21LoadLoRA,
     Qwen21AddReference,
     Qwen21EncodePrompt,
     Qwen21SpliceReferences,

@@ -1,6 +1,7 @@
 """The sampler's report: what ran, what a rerun has to pin, and the same in a few lines for the node."""
 
 from ..qwen21.manifest import library_versions
+from .bridge.lora import attached
 from .common import LATENTS, PADS, REPORT, SLOTS
 
 
@@ -27,6 +28,7 @@ def _model(model):
         "weights": model.model.stored_as,
         "dtype": str(model.model.compute_dtype).removeprefix("torch."),
         "patched_weights": len(model.patches),
+        "loras": attached(model),
     }
 
 

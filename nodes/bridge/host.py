@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ...qwen21.checkpoint.load import Component
     from ...qwen21.checkpoint.quant import Fp8
 
-FOLDERS = {"dit": "diffusion_models", "encoder": "text_encoders", "vae": "vae"}
+FOLDERS = {"dit": "diffusion_models", "encoder": "text_encoders", "vae": "vae", "lora": "loras"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FP8 = "fp8"
 DTYPE_NAMES = ["default", *DTYPES, FP8]
@@ -80,14 +80,15 @@ def stored_as(part: Component, fp8: Fp8 | None) -> str:
 def choices(slot: str) -> list[str]:
     """What a loader's combo lists: files of the slot's folder, then whole-model folders, marked by a final slash."""
     files = [name for name in folder_paths.get_filename_list(FOLDERS[slot]) if name.endswith(".safetensors")]
-    return [*files, *[f"{name}/" for name in _model_folders()]] or [NOTHING]
+    folders = _model_folders() if slot in COMPONENTS.values() else {}
+    return [*files, *[f"{name}/" for name in folders]] or [NOTHING]
 
 
 def find(slot: str, choice: str) -> Path:
     """The file or component folder of a combo's choice; `UserError` unless it is listed now."""
     if choice == NOTHING:
         where = FOLDERS[slot]
-        raise UserError(f"no model found: put the file into ComfyUI's models/{where}, then refresh the node list (R)")
+        raise UserError(f"no file found: put one into ComfyUI's models/{where}, then refresh the node list (R)")
     if choice not in choices(slot):
         raise UserError(f"{choice!r} is not among the files of models/{FOLDERS[slot]}; choose one that is listed")
     if choice.endswith("/"):

@@ -25,12 +25,25 @@ def codes(patcher):
     return [tensor.float() for m in quantized for tensor in m.state_dict().values()]
 
 
-def with_lora(patcher, strength=1.0):
-    import comfy.sd
+def tensors():
     import comfy.utils
 
-    tensors = comfy.utils.load_torch_file(str(inside.MODELS / "loras" / LORA))
-    return comfy.sd.load_lora_for_models(patcher, None, tensors, strength, 0)[0]
+    return comfy.utils.load_torch_file(str(inside.MODELS / "loras" / LORA))
+
+
+def with_lora(patcher):
+    import comfy.sd
+
+    return comfy.sd.load_lora_for_models(patcher, None, tensors(), 1.0, 0)[0]
+
+
+def with_hook(patcher):
+    """A clone that knows the LoRA as a hook, and the hook."""
+    import comfy.hooks
+
+    clone, hooks = patcher.clone(), comfy.hooks.create_hook_lora(tensors(), 1.0, 0.0)
+    clone.register_all_hook_patches(hooks, comfy.hooks.create_target_dict(comfy.hooks.EnumWeightTarget.Model))
+    return clone, hooks
 
 
 def states(base, patched):
@@ -57,8 +70,14 @@ def states(base, patched):
     patched.partially_load(CPU, 4 * size)
     yield "on again", patched
     patched.detach()
+    yield "detached", patched
     base.patch_model(device_to=CPU)
     yield "off again", base
+    hooked, hooks = with_hook(base)
+    hooked.patch_hooks(hooks)
+    yield "hooked", hooked
+    hooked.unpatch_hooks()
+    yield "unhooked", hooked
     base.unpatch_model(CPU)
 
 

@@ -22,14 +22,14 @@ from tests.tiny_tokenizer import write_tokenizer
 
 # How far a picture's latent may be from the source's (relative norm), and the name of the layout in reports.
 DITS = {
-    "int8_convrot": (0.01, "int8_convrot"),
-    "int8_convrot, marked in the header": (0.01, "int8_convrot"),
-    "int8 by rows": (0.01, "int8"),
-    "int8 by tensor": (0.02, "int8"),
-    "fp8 by rows": (0.04, "fp8 scaled"),
-    "fp8 by tensor": (0.04, "fp8 scaled"),
-    "fp8 by tensor, old spelling": (0.04, "fp8 scaled"),
-    "fp8 plain": (0.04, "fp8"),
+    "int8_convrot": (0.003, "int8_convrot"),
+    "int8_convrot, marked in the header": (0.003, "int8_convrot"),
+    "int8 by rows": (0.003, "int8"),
+    "int8 by tensor": (0.005, "int8"),
+    "fp8 by rows": (0.01, "fp8 scaled"),
+    "fp8 by tensor": (0.01, "fp8 scaled"),
+    "fp8 by tensor, old spelling": (0.01, "fp8 scaled"),
+    "fp8 plain": (0.01, "fp8"),
 }
 ENCODERS = {"int8_convrot": (0.06, "int8_convrot"), "int8 by tensor": (0.08, "int8"), "fp8 plain": (0.2, "fp8")}
 
@@ -105,7 +105,7 @@ def test_a_diffusers_folder_in_fp8(comfy, source):
     finally:
         shutil.rmtree(folder)
     torch.testing.assert_close(run.latent, expected, atol=TOLERANCE, rtol=0)
-    assert 0 < relative(run.latent, source) < 0.04 and report(run)["model"]["weights"] == "fp8"
+    assert 0 < relative(run.latent, source) < 0.01 and report(run)["model"]["weights"] == "fp8"
 
 
 def states_of(path, fp8=None):
@@ -172,7 +172,7 @@ def test_fp8_storage_of_a_transformer(comfy, source, keep):
     run = painted(comfy, loader("dit", dtype="fp8", keep=keep))
     expected = fp8_dit(comfy, "fp8.safetensors", chosen).latent(side(run, "cond"))
     torch.testing.assert_close(run.latent, expected, atol=TOLERANCE, rtol=0)
-    assert 0 < relative(run.latent, source) < 0.04
+    assert 0 < relative(run.latent, source) < 0.01
     told = f"fp32, blocks as fp8{f' but {KEEPS[keep]}' if keep else ''}"
     assert report(run)["model"]["weights"] == told
 
@@ -209,7 +209,7 @@ def test_saving_a_quantized_model_is_refused(comfy):
 
 # --- patches by core's own loader, in every state of loading -------------------------------------------------------
 
-STATES = ["full", "half", "none", "half, then more", "then all", "then less", "a clone of it", "on again"]
+STATES = ["full", "half", "none", "half, then more", "then all", "then less", "a clone of it", "on again", "hooked"]
 # Core's own layers beside ours: of those, 0.3.64 patches twice what a later load leaves behind that was loaded before.
 STATES_OF_CORE = STATES[:3]
 
@@ -246,7 +246,7 @@ def test_a_lora_equals_the_merged_weights_in_every_state_of_loading(states, mode
     assert relative(patched, plain) > 0.1
     for state in STATES_OF_CORE if name == "fp32" else STATES:
         assert relative(found[state], patched) < 1e-5, state
-    for state in ("off", "off again"):
+    for state in ("off", "detached", "off again", "unhooked"):
         assert torch.equal(found[state], found["plain"]), state
     assert told["changed"] == [] and told["left"] == 0
     assert told["patcher"] == ("ModelPatcher" if name == "fp32" else "QuantPatcher")

@@ -13,9 +13,9 @@ from tests.comfy.installation import ROOT
 
 SNAPSHOT = ROOT / "tests" / "comfy" / "schemas.json"
 IDS = [
-    "Qwen21LoadDiT", "Qwen21LoadEncoder", "Qwen21LoadVAE", "Qwen21AddReference", "Qwen21EncodePrompt",
-    "Qwen21SpliceReferences", "Qwen21EmptyLatent", "Qwen21Schedule", "Qwen21Sampler", "Qwen21PrefixCache",
-    "Qwen21MemoryPlan",
+    "Qwen21LoadDiT", "Qwen21LoadEncoder", "Qwen21LoadVAE", "Qwen21LoadLoRA", "Qwen21AddReference",
+    "Qwen21EncodePrompt", "Qwen21SpliceReferences", "Qwen21EmptyLatent", "Qwen21Schedule", "Qwen21Sampler",
+    "Qwen21PrefixCache", "Qwen21MemoryPlan",
 ]  # fmt: skip
 CORES = {"TextEncodeQwenImage21", "QwenImage21Cache"}  # core's own since 0.37
 SAME_EVERYWHERE = ("name", "display_name", "category", "description", "output", "output_name", "output_tooltips")

@@ -1,0 +1,86 @@
+"""LoRAs of every style of keys as patches of ComfyUI's kind, so that stacks, clones and undo are as for core's own."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import comfy.weight_adapter
+import torch
+from torch import Tensor
+
+from ...qwen21.checkpoint.lora import Adapter, Lora, read_lora
+from ...qwen21.checkpoint.lora_apply import LARGEST_STRENGTH, describe
+from ...qwen21.errors import UserError
+from .model import is_cores, is_ours
+
+ATTACHED = "qwen21_loras"  # what a MODEL's reports say of its LoRAs
+
+
+class DoRA(comfy.weight_adapter.WeightAdapterBase):
+    """A low-rank difference, then every row at a trained length (arXiv 2402.09353).
+
+    Core's own adapter divides by the length of the rows before the difference, not behind it as DoRA is defined. In a
+    stack a DoRA acts on the weight that the LoRAs before it left.
+    """
+
+    name = "qwen21_dora"
+
+    def __init__(self, loaded_keys: set[str], weights: tuple[Tensor, Tensor, float, Tensor]) -> None:
+        """`weights`: up [out, rank], down [rank, in], scale, magnitude [out]. Core calls this too, with the same."""
+        self.loaded_keys, self.weights = loaded_keys, weights
+
+    def calculate_weight(
+        self,
+        weight: Tensor,
+        key: str,
+        strength: float,
+        strength_model: float,
+        offset: Any,
+        function: Any,
+        intermediate_dtype: torch.dtype = torch.float32,
+        original_weight: Any = None,
+    ) -> Tensor:
+        up, down, scale, magnitude = self.weights
+        up, down, magnitude = (part.to(weight.device, torch.float32) for part in (up, down, magnitude))
+        plain = weight.float()
+        whole = torch.addmm(plain, up, down, alpha=scale)
+        length = torch.linalg.vector_norm(whole, dim=1)
+        whole *= torch.where(length > 0, magnitude / length, 1.0)[:, None]
+        return torch.lerp(plain, whole, strength).to(weight.dtype)
+
+
+def patch_of(adapter: Adapter) -> comfy.weight_adapter.WeightAdapterBase:
+    if adapter.magnitude is not None:
+        return DoRA(set(), (adapter.up, adapter.down, adapter.scale, adapter.magnitude))
+    alpha = adapter.scale * adapter.rank  # core divides it by the rank
+    return comfy.weight_adapter.LoRAAdapter(set(), (adapter.up, adapter.down, alpha, None, None, None))
+
+
+def with_lora(patcher: Any, path: Path, strength: float) -> tuple[Any, Lora]:
+    """A clone of a MODEL with one more LoRA in force; at strength 0 the MODEL itself."""
+    if is_cores(patcher):
+        raise UserError(
+            "the MODEL is core's own Qwen-Image 2.1; take LoraLoaderModelOnly for it, or load it with Qwen21LoadDiT"
+        )
+    if not is_ours(patcher):
+        raise UserError(
+            f"the MODEL is a {type(patcher.model).__name__}, expected Qwen-Image 2.1; load it with Qwen21LoadDiT"
+        )
+    if not math.isfinite(strength) or abs(strength) > LARGEST_STRENGTH:
+        raise UserError(f"strength is {strength:g}, expected -{LARGEST_STRENGTH:g} to {LARGEST_STRENGTH:g}")
+    lora = read_lora(path, patcher.model.part.config)
+    if not strength:
+        return patcher, lora
+    clone = patcher.clone()
+    patches = {f"diffusion_model.{layer}.weight": patch_of(adapter) for layer, adapter in lora.adapters.items()}
+    clone.add_patches(patches, strength)
+    facts = describe(lora, strength) | {"unmatched": list(lora.unmatched)}
+    clone.set_attachments(ATTACHED, [*attached(patcher), facts])
+    return clone, lora
+
+
+def attached(patcher: Any) -> list[dict[str, Any]]:
+    """What is to be told of the LoRAs that `with_lora` put onto a MODEL, in their order."""
+    return patcher.get_attachment(ATTACHED) or []
