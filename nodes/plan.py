@@ -47,6 +47,13 @@ class Qwen21MemoryPlan(io.ComfyNode):
                     step=0.5,
                     tooltip="GiB of free GPU memory to plan for; 0 asks this machine.",
                 ),
+                io.Combo.Input(
+                    "dtype",
+                    optional=True,
+                    options=host.DTYPE_NAMES,
+                    default="default",
+                    tooltip="The dtype that both loaders would be set to; default is each file's own.",
+                ),
             ],
             outputs=[
                 io.String.Output("plan", display_name="plan", tooltip="Tables, bars and choices, as text."),
@@ -68,9 +75,10 @@ class Qwen21MemoryPlan(io.ComfyNode):
     @classmethod
     def execute(
         cls, transformer, encoder, vae, width, height, references=0, resolution=1024, batch=1, guided=False,
-        kv_storage="auto", free_gib=0.0,
+        kv_storage="auto", free_gib=0.0, dtype="default",
     ):  # fmt: skip
         from ..qwen21.checkpoint.load import find_dit, find_encoder, find_vae
+        from ..qwen21.checkpoint.quant import Fp8
         from ..qwen21.images import to_pixels
         from ..qwen21.memory import available_ram
         from ..qwen21.memory_plan import Job, plan_memory
@@ -78,7 +86,7 @@ class Qwen21MemoryPlan(io.ComfyNode):
         from ..qwen21.prompt import canvas_size, reference_size
         from ..qwen21.ram import GIB
 
-        check_choices(kv_storage=(kv_storage, KV_STORAGES))
+        check_choices(kv_storage=(kv_storage, KV_STORAGES), dtype=(dtype, host.DTYPE_NAMES))
         parts = {
             "dit": find_dit(host.find("dit", transformer)),
             "encoder": find_encoder(host.find("encoder", encoder)),
@@ -88,6 +96,9 @@ class Qwen21MemoryPlan(io.ComfyNode):
         pictures = [reference_size(resolution, resolution, resolution)] * references
         job = Job.typical(pictures, (canvas.width, canvas.height), batch, branches=2 if guided else 1)
         free = int(free_gib * GIB) or host.free_on_gpu()
-        plan = plan_memory(parts, job, free=free, ram=available_ram(), codec=kv_storage)
+        fp8 = Fp8() if dtype == host.FP8 else None
+        plan = plan_memory(
+            parts, job, host.DTYPES.get(dtype), free=free, ram=available_ram(), codec=kv_storage, fp8=fp8
+        )
         text = describe(plan)
         return io.NodeOutput(text, to_pixels(draw(plan))[None], ui=ui.PreviewText(text))
