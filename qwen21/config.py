@@ -93,6 +93,7 @@ class DiTConfig:
             out_channels=out_channels,
             text_width=text_width,
             mlp_ratio=quotient(mlp_width, width, "the MLP width", "the width"),
+            rope_axes=(head_dim // 8, head_dim * 7 // 16, head_dim * 7 // 16),  # the released shares
         )
 
 

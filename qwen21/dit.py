@@ -71,7 +71,7 @@ class TimestepEmbedder(nn.Module):
         self.linear_2 = operations.Linear(width, width, bias=False, **kw)
 
     def forward(self, sigma: Tensor, dtype: torch.dtype) -> Tensor:
-        """sigma [] -> embedding [1, width].
+        """sigma [] -> embedding [1, width], or [n] -> [n, width].
 
         The rounding of t to the compute dtype and back is the released pipeline's, operation by operation: one ulp of
         sigma moves latents by 1e-4.
@@ -79,8 +79,8 @@ class TimestepEmbedder(nn.Module):
         t = ((sigma.float() * 1000).to(dtype) / 1000).float()
         steps = torch.arange(TIME_FREQUENCIES, dtype=torch.float32, device=sigma.device)
         frequencies = torch.exp(-math.log(10000) * steps / TIME_FREQUENCIES)
-        angles = (1000.0 * t) * frequencies
-        waves = torch.cat([angles.cos(), angles.sin()])[None].to(dtype)
+        angles = (1000.0 * t).view(-1, 1) * frequencies
+        waves = torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype)
         return self.linear_2(F.silu(self.linear_1(waves)))
 
 
@@ -268,7 +268,7 @@ class DiT(nn.Module):
     def _embed(self, segment: Segment, text: Tensor, references: Sequence[Tensor]) -> Tensor:
         """A prefix segment's tokens [1, n, width]."""
         if isinstance(segment, TextSegment):
-            return self.txt_in(text[None, segment.first : segment.first + segment.length])
+            return self.txt_in(text[None, segment.states])
         return self.img_in(references[segment.index].to(text).flatten(1).T[None])
 
     def _rotation(self, segment: Segment, device: torch.device) -> Tensor:

@@ -80,15 +80,17 @@ class TextEncoder(nn.Module):
     def encode_vision(
         self, patches: Tensor, grid: tuple[int, int, int], *, check_cancel: Callable[[], None] | None = None
     ) -> VisionFeatures:
-        """Features of one picture, from `vision_patches`. Computes where `patches` lie."""
+        """Features of a picture, from `vision_patches`, or of several of one size. Computes where `patches` lie."""
         visual, config = self.visual, self.config.vision
         _, rows, columns = grid
         row, column = (axis.to(patches.device) for axis in _patch_axes(rows, columns))
         frames = patches.to(self.compute_dtype).view(-1, 3, config.temporal_patch, config.patch, config.patch)
         hidden = visual.patch_embed.proj(frames).view(-1, config.width)  # [patches, width]
-        hidden = hidden + self._position_embeds(row, column, rows, columns)
-        rope = _vision_rope(row, column, config.width // config.heads)
-        lengths = torch.tensor([0, rows * columns], dtype=torch.int32)  # read on the host: one picture, one segment
+        pictures = len(hidden) // (rows * columns)
+        hidden = hidden + self._position_embeds(row, column, rows, columns).repeat(pictures, 1)
+        rope = _vision_rope(row.repeat(pictures), column.repeat(pictures), config.width // config.heads)
+        # Read on the host: each picture is one segment.
+        lengths = torch.arange(pictures + 1, dtype=torch.int32) * (rows * columns)
         deepstack = []
         for i, block in enumerate(visual.blocks):
             if check_cancel:
@@ -121,7 +123,7 @@ class TextEncoder(nn.Module):
         for span, picture in zip(layout.images, features, strict=True):
             hidden[0, span.start : span.stop] = picture.embeds.to(hidden)
         text = self.config.text
-        rope = _text_rope(layout.positions().to(device), text.rope_base, text.head_dim, text.mrope_sections)
+        rope = text_rope(layout.positions().to(device), text.rope_base, text.head_dim, text.mrope_sections)
         cos, sin = (part.to(hidden.dtype) for part in rope)
         for i, layer in enumerate(self.language_model.layers):
             if check_cancel:
@@ -276,7 +278,7 @@ def _vision_rope(row: Tensor, column: Tensor, head_dim: int) -> tuple[Tensor, Te
     return angles.cos(), angles.sin()
 
 
-def _text_rope(positions: Tensor, base: float, head_dim: int, sections: Sequence[int]) -> tuple[Tensor, Tensor]:
+def text_rope(positions: Tensor, base: float, head_dim: int, sections: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Cosines and sines [1, S, head_dim], fp32, of M-RoPE positions [3, S].
 
     Interleaved: frequency 3k turns with time, 3k + 1 with the row, 3k + 2 with the column, as far as the sections

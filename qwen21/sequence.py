@@ -29,6 +29,11 @@ class TextSegment:
         return self.length
 
     @property
+    def states(self) -> slice:
+        """Its part of the text states."""
+        return slice(self.first, self.first + self.length)
+
+    @property
     def stop(self) -> int:
         return self.offset + self.length
 

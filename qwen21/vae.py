@@ -58,7 +58,9 @@ class RMSNorm(nn.Module):
         """`out` may be `x` itself. Multiplying into `out` rounds once, and needs no fp32 copy of a half `x`."""
         channels = x.shape[1]
         norm = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
-        scale = channels**0.5 / norm.clamp_min_(1e-12)
+        scale = channels**0.5 / norm.clamp_min(1e-12)
+        if torch.is_grad_enabled():  # autograd knows no `out`
+            return x * scale * self.gamma.to(x.device, x.dtype).view(1, channels, 1, 1)
         out = torch.mul(x, scale, out=torch.empty_like(x) if out is None else out)
         return out.mul_(self.gamma.to(x.device, x.dtype).view(1, channels, 1, 1))
 

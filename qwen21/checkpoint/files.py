@@ -302,9 +302,18 @@ def read_json(path: Path) -> dict[str, Any]:
     if size > MAX_HEADER:
         raise UserError(f"{path}: {size} bytes, expected a small JSON file; download it again")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: not readable as JSON ({error}); download it again") from error
+    return parse_json(text, str(path))
+
+
+def parse_json(text: str, name: str) -> dict[str, Any]:
+    """A JSON object from a text; `UserError`, which names the text, where it is something else."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{name}: not readable as JSON ({error}); download it again") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path}: expected a JSON object, got {type(value).__name__}; download it again")
+        raise UserError(f"{name}: expected a JSON object, got {type(value).__name__}; download it again")
     return value

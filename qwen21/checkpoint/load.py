@@ -21,11 +21,13 @@ from ..options import COMPONENTS
 from ..tokenizer import find_tokenizer
 from ..vae import VAE
 from .detect import SLOTS, Identity, expect
-from .files import Checkpoint, blaming, is_file, is_folder, open_checkpoint, probe, read_json
+from .files import Checkpoint, blaming, is_file, is_folder, open_checkpoint, parse_json, probe, read_json
 from .keymap import Source
 from .packing import DTYPES, FLOATS
 from .quant import Fp8, QuantLayers, is_block_layer, unmatched
 from .weights import Weights, check_storage
+
+HEADER_CONFIG = "qwen21_config"  # a component's config.json within the header of a single file
 
 
 @dataclass(frozen=True)
@@ -161,27 +163,32 @@ def _find(path: Path, slot: str) -> Component:
 
 
 def component_of(checkpoint: Checkpoint, identity: Identity) -> Component:
-    """An undamaged component with the sizes of its folder's config.json, else those its shapes tell.
+    """An undamaged component with the sizes of its config, else those its shapes tell.
 
-    `UserError` if the two do not agree wherever shapes tell a size.
+    A folder's config is its `config.json`, a file's may lie in its header. `UserError` if config and
+    shapes do not agree wherever shapes tell a size.
     """
     part, file = Component(checkpoint, identity, identity.config), checkpoint.path / "config.json"
     if checkpoint.files != (checkpoint.path,) and probe(file):
         with blaming(file):
-            part = Component(checkpoint, identity, _read_config(file, part))
+            part = Component(checkpoint, identity, _checked_config(read_json(file), part))
+    elif HEADER_CONFIG in checkpoint.metadata:
+        with blaming(checkpoint.path):
+            values = parse_json(checkpoint.metadata[HEADER_CONFIG], f"the header's {HEADER_CONFIG}")
+            part = Component(checkpoint, identity, _checked_config(values, part))
     with blaming(checkpoint.path):
         if isinstance(part.config, EncoderConfig):
             part.config.require_buildable()
     return part
 
 
-def _read_config(file: Path, by_shapes: Component) -> Any:
+def _checked_config(values: Mapping[str, Any], by_shapes: Component) -> Any:
     readers = {
         "dit": DiTConfig.from_diffusers,
         "encoder": EncoderConfig.from_transformers,
         "vae": VAEConfig.from_diffusers,
     }
-    config = readers[by_shapes.identity.kind](read_json(file))
+    config = readers[by_shapes.identity.kind](values)
     untold = set() if has_encoder(by_shapes) else {"base_width", "in_channels"}
     if not any(name.endswith("time_conv.weight") for name in by_shapes.identity.sources):
         untold.add("slots")

@@ -1,12 +1,18 @@
 """Configs of folders against their tensors, and numbers of a whole model's JSON files."""
 
+import dataclasses
 import json
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from qwen21.checkpoint.load import find_dit, find_encoder, find_folder, find_vae
+from qwen21.checkpoint.load import HEADER_CONFIG, find_dit, find_encoder, find_folder, find_vae, module_of
 from qwen21.checkpoint.report import describe
+from qwen21.config import DiTConfig, EncoderConfig, TextConfig, VisionConfig
+from qwen21.errors import UserError
+from qwen21.mini.model import config_json
 from tests import tiny
 from tests.broken import refused
 
@@ -112,3 +118,35 @@ def test_broken_numbers_of_a_whole_folder(folder, file, key, value, words):
     change_json(folder / file, **{key: value})
     refused(folder, words, find_folder)
     assert len(describe(folder).splitlines()[0]) < 400
+
+
+def test_a_single_file_can_carry_its_config_in_its_header(tmp_path):
+    """No shape tells rope sections, vision heads and deepstack layers: only a config makes such a file readable."""
+    config = EncoderConfig(
+        TextConfig(width=32, mlp_width=48, layers=2, heads=2, kv_heads=1, head_dim=32, vocabulary=64,
+                   mrope_sections=(6, 5, 5)),
+        VisionConfig(layers=2, width=16, mlp_width=24, heads=2, positions=16, deepstack=(0,), out_width=32),
+    )  # fmt: skip
+    tensors = {name: torch.zeros(p.shape) for name, p in module_of("encoder", config).named_parameters()}
+    named = {name.replace("language_model.", "model.language_model.", 1): value for name, value in tensors.items()}
+    plain, told, wrong = (tmp_path / f"{name}.safetensors" for name in ("plain", "told", "wrong"))
+    save_file(named, plain)
+    with pytest.raises(UserError, match="mrope_section"):
+        find_encoder(plain)
+    save_file(named, told, {HEADER_CONFIG: json.dumps(config_json(config))})
+    assert find_encoder(told).config == config
+    other = config_json(dataclasses.replace(config, text=dataclasses.replace(config.text, layers=3)))
+    save_file(named, wrong, {HEADER_CONFIG: json.dumps(other)})
+    with pytest.raises(UserError, match="num_hidden_layers is 3, but by its tensors the model has 2"):
+        find_encoder(wrong)
+    for text in ("{", "[]", "null"):
+        save_file(named, wrong, {HEADER_CONFIG: text})
+        with pytest.raises(UserError, match="the header's qwen21_config"):
+            find_encoder(wrong)
+
+
+@pytest.mark.parametrize(("head_dim", "axes"), [(128, (16, 56, 56)), (64, (8, 28, 28)), (32, (4, 14, 14))])
+def test_rope_axes_of_a_file_are_the_released_shares_of_its_head_size(head_dim, axes):
+    config = DiTConfig(layers=1, heads=2, head_dim=head_dim, text_width=8, rope_axes=axes)
+    shapes = {name: tuple(p.shape) for name, p in module_of("dit", config).named_parameters()}
+    assert DiTConfig.from_shapes(shapes) == config

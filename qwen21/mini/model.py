@@ -1,0 +1,144 @@
+"""The miniature's sizes, its tokenizer, and how a model is written as a whole-model folder in the diffusers layout."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from ..config import DiTConfig, EncoderConfig, ScheduleConfig, TextConfig, VAEConfig, VisionConfig
+from ..config_keys import DIT_KEYS, TEXT_KEYS, VAE_KEYS, VISION_KEYS, to_json
+from ..prompt import SYSTEM_PROMPT
+from ..tokenizer import SPECIAL_TOKENS
+from . import world
+
+VOCABULARY = 448  # bytes, the toy world's words, special tokens
+TEXT_WIDTH = 128
+RESOLUTION = 96  # pixels a side that the miniature was mostly trained at
+DIT = DiTConfig(layers=7, heads=6, head_dim=32, text_width=TEXT_WIDTH, rope_axes=(4, 14, 14))
+VAE = VAEConfig(base_width=8, decoder_base_width=8)
+ENCODER = EncoderConfig(
+    TextConfig(
+        width=TEXT_WIDTH,
+        mlp_width=256,
+        layers=2,
+        heads=4,
+        kv_heads=2,
+        head_dim=32,
+        vocabulary=VOCABULARY,
+        mrope_sections=(6, 5, 5),
+    ),
+    VisionConfig(layers=2, width=48, mlp_width=96, heads=2, positions=64, deepstack=(0,), out_width=TEXT_WIDTH),
+)
+FOLDERS = {"dit": "transformer", "vae": "vae", "encoder": "text_encoder"}
+# What the tokenizer learns its words from, beside captions.
+SENTENCES = (
+    SYSTEM_PROMPT,
+    "system\nuser\nassistant\n",
+    *(f"<image{i}> " for i in range(1, 11)),
+    "Make the background transparent.",
+    "Change the background to a",
+    "The shape of <image1> in the color of <image2>.",
+    "Move the to the. Remove the. Add a at the.",
+)
+
+
+def write_model(
+    folder: Path, parts: Mapping[str, tuple[Any, Mapping[str, Tensor]]], dtype: torch.dtype = torch.bfloat16
+) -> Path:
+    """Write configs and tensors by slot (dit, vae, encoder), the schedule and the tokenizer into `folder`."""
+    for slot, (config, tensors) in parts.items():
+        place = folder / FOLDERS[slot]
+        place.mkdir(parents=True, exist_ok=True)
+        kept = {name: tensor.detach().to(dtype).contiguous() for name, tensor in tensors.items()}
+        file = "model.safetensors" if slot == "encoder" else "diffusion_pytorch_model.safetensors"
+        save_file(kept, place / file, {"format": "pt"})
+        _write_json(place / "config.json", config_json(config))
+    schedule = asdict(ScheduleConfig())
+    numbers = {key: value for key, value in schedule.items() if key not in ("turbo_sigmas", "steps")}
+    names = {"num_train_timesteps": 1000, "time_shift_type": "exponential", "use_dynamic_shifting": True}
+    _write_json(folder / "scheduler" / "scheduler_config.json", {**names, **numbers})
+    _write_json(folder / "model_index.json", {"_class_name": "QwenImage21Pipeline"})
+    write_tokenizer(folder / "processor")
+    return folder
+
+
+def config_json(config: DiTConfig | VAEConfig | EncoderConfig) -> dict[str, Any]:
+    """The config under the names that diffusers and transformers give its fields."""
+    if isinstance(config, EncoderConfig):
+        text = to_json(TEXT_KEYS, config.text, without={"mrope_sections"})
+        sections = list(config.text.mrope_sections)
+        text["rope_scaling"] = {"mrope_section": sections, "rope_type": "default", "mrope_interleaved": True}
+        vision = to_json(VISION_KEYS, config.vision)
+        return {"model_type": "qwen3_vl", "text_config": text, "vision_config": vision, "tie_word_embeddings": True}
+    if isinstance(config, VAEConfig):
+        return to_json(VAE_KEYS, config) | {"temperal_downsample": [slots == 2 for slots in config.slots]}
+    return to_json(DIT_KEYS, config)
+
+
+def sentences() -> Iterable[str]:
+    """Text in which every word of the toy world occurs."""
+    for size, color, kind, place in product(world.SIZES, world.COLORS, world.KINDS, world.PLACES):
+        yield f"A {size} {color} {kind} at the {place}, a {size} {color} {kind} and a"
+    for top, bottom in product(world.GROUNDS, world.GROUNDS):
+        yield f" on a {top} background. on a gradient from {top} to {bottom}. on a transparent background."
+    yield from SENTENCES
+
+
+def write_tokenizer(folder: Path) -> None:
+    """A byte-level BPE of the toy world's words in the Qwen file format; special tokens follow it in Qwen's order."""
+    from transformers import Qwen2TokenizerFast
+
+    size = VOCABULARY - len(SPECIAL_TOKENS)
+    with TemporaryDirectory() as bytes_only:
+        _write_bytes(Path(bytes_only))
+        plain = Qwen2TokenizerFast.from_pretrained(bytes_only, local_files_only=True)
+        learnt = plain.train_new_from_iterator(sentences(), size + 1, show_progress=False)  # one is <|endoftext|>
+    folder.mkdir(parents=True, exist_ok=True)
+    learnt.backend_tokenizer.model.save(str(folder))
+    words = sorted(learnt.get_vocab().items(), key=lambda entry: entry[1])
+    _write_json(folder / "vocab.json", {word: i for i, (word, _) in enumerate(words[1:])})
+    special = {str(size + i): {"content": name, "special": True} for i, name in enumerate(SPECIAL_TOKENS)}
+    config = {"tokenizer_class": "Qwen2Tokenizer", "added_tokens_decoder": special, "eos_token": "<|im_end|>"}
+    _write_json(folder / "tokenizer_config.json", config)
+
+
+def _write_bytes(folder: Path) -> None:
+    """A vocabulary of single bytes: each stands for itself where printable, else for a character from U+0100 on."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    symbols, spare = [], 0x100
+    for byte in range(256):
+        symbols.append(chr(byte if byte in printable else spare))
+        spare += byte not in printable
+    _write_json(folder / "vocab.json", {symbol: i for i, symbol in enumerate(symbols)})
+    (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
+    _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"})
+
+
+def random_weights(module: nn.Module, seed: int = 0) -> dict[str, Tensor]:
+    """Weights that keep activations near unit size; norms around one, none constant."""
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {}
+    for name, parameter in module.named_parameters():
+        value = torch.randn(parameter.shape, generator=generator)
+        if name.endswith("gamma") or (parameter.ndim == 1 and "norm" in name and name.endswith("weight")):
+            value = 0.1 * value + (0 if "text_norm" in name else 1)
+        elif parameter.ndim == 1:
+            value *= 0.02
+        else:
+            value *= parameter[0].numel() ** -0.5
+        tensors[name] = value
+    return tensors
+
+
+def _write_json(path: Path, value: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(value, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,130 @@
+"""How the miniature's transformer and encoder learn: flow matching on paintings and edits of the toy world."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from random import Random
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from ..checkpoint.load import module_of
+from ..images import to_pixels
+from ..prompt import Reference, Tokenizer, TokenLayout, layout_tokens, vision_patches
+from ..vae import VAE
+from .joint import text_states, velocity
+from .model import DIT, ENCODER
+from .training import Plan
+from .world import Task, draw, random_task
+
+DIT_PLAN = Plan(
+    steps=12000,
+    rate=1.5e-3,
+    hidden=lambda name, value: value.ndim == 2 and ("_blocks." in name or ".layers." in name or ".blocks." in name),
+)
+BATCH = 32
+KINDS = {
+    "paint": 44,
+    "recolor": 7,
+    "move": 10,
+    "add": 10,
+    "remove": 6,
+    "background": 7,
+    "cut out": 4,
+    "combine": 12,
+}
+SIZES = {(96, 96): 16, (128, 128): 2, (128, 96): 1, (96, 128): 1}
+DROPPED = 0.1  # share of batches without prompts, so that guidance has something to guide from
+SHIFT = 2.0  # noise levels lean towards noise, as the schedule's do
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Tasks whose prompts have one length and whose pictures one size."""
+
+    ids: Tensor  # [B, S]
+    layout: TokenLayout
+    patches: list[Tensor]  # for each reference, the vision patches of all tasks
+    references: list[Tensor]  # for each reference, normalised latents [B, C, h, w]
+    target: Tensor  # normalised latents [B, C, h, w]
+
+
+def make_batch(vae: VAE, tokenizer: Tokenizer, rng: Random) -> Batch:
+    """Random tasks of one kind. The kind and the length are drawn first, so that long prompts stay as likely."""
+    kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
+    size = rng.choices(list(SIZES), list(SIZES.values()))[0]
+    dropped = rng.random() < DROPPED
+    tasks: list[Task] = []
+    layouts: list[TokenLayout] = []
+    grid = (1, size[1] // 16, size[0] // 16)
+    while len(tasks) < BATCH:
+        task = random_task(rng, kind)
+        layout = layout_tokens(" " if dropped else task.prompt, tokenizer, [grid] * len(task.references))
+        if not layouts or len(layout.ids) == len(layouts[0].ids):
+            tasks.append(task)
+            layouts.append(layout)
+    ids = torch.tensor([layout.ids for layout in layouts])
+    patches, references = [], []
+    for pictures in zip(*(task.references for task in tasks), strict=True):
+        prepared = [Reference.prepare(draw(scene, *size), round(math.sqrt(math.prod(size)))) for scene in pictures]
+        patches.append(torch.cat([vision_patches(reference.over_white)[0] for reference in prepared]))
+        references.append(_latents(vae, [reference.image for reference in prepared]))
+    target = _latents(vae, [draw(task.result, *size) for task in tasks])
+    return Batch(ids, layouts[0], patches, references, target)
+
+
+def _latents(vae: VAE, pictures: list) -> Tensor:
+    pixels = torch.stack([to_pixels(picture) for picture in pictures]).permute(0, 3, 1, 2)
+    return vae.normalise(vae.encode(2 * pixels - 1))
+
+
+class Batches(Dataset):
+    """The batch of every step, each drawn from the step's own number."""
+
+    def __init__(self, vae: VAE, tokenizer: Tokenizer, steps: range, seed: int):
+        self.vae, self.tokenizer, self.steps, self.seed = vae, tokenizer, steps, seed
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __getitem__(self, index: int) -> Batch:
+        return make_batch(self.vae, self.tokenizer, Random(f"batch {self.seed}/{self.steps[index]}"))
+
+
+class DiTTrainer(nn.Module):
+    """Transformer and encoder, which learn together; `loss` is what they learn from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dit, self.encoder = (
+            module_of(slot, config).to_empty(device="cpu") for slot, config in (("dit", DIT), ("encoder", ENCODER))
+        )
+        for module in self.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        with torch.no_grad():
+            self.dit.txt_in.text_norm.weight.zero_()
+            self.encoder.language_model.embed_tokens.weight.mul_(0.5)
+            # Every block starts as the identity, and the velocity as zero.
+            self.dit.modulation[1].weight.zero_()
+            self.dit.proj_out.weight.zero_()
+
+    def batches(self, vae: VAE, tokenizer: Tokenizer, first: int) -> Iterator[Batch]:
+        """The batches from step `first` on, made by a process beside this one."""
+        dataset = Batches(vae, tokenizer, range(first, DIT_PLAN.steps), DIT_PLAN.seed)
+        return iter(DataLoader(dataset, batch_size=None, num_workers=1, prefetch_factor=8))
+
+    def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
+        count = len(batch.target)
+        # One noise level from each equal part of the range: less chance in the loss.
+        even = (torch.arange(count) + torch.rand(count, generator=generator)) / count
+        sigma = SHIFT * even / (1 + (SHIFT - 1) * even)
+        noise = torch.randn(batch.target.shape, generator=generator)
+        noisy = torch.lerp(batch.target, noise, sigma[:, None, None, None])
+        with torch.autocast("cpu", torch.bfloat16):
+            text = text_states(self.encoder, batch.ids, batch.layout, batch.patches)
+            got = velocity(self.dit, text, batch.references, batch.layout.image_slots, noisy, sigma)
+        return (got.float() - (noise - batch.target)).square().mean()
