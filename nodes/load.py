@@ -12,7 +12,7 @@ DTYPE_HELP = (
 FILE_HELP = "A .safetensors file, or a whole model in the diffusers layout (names that end in a slash)."
 
 ENCODER_DEVICES = ["default", "cpu"]
-VAE_DTYPES = ["default", "bf16", "fp32"]
+VAE_DTYPES = ["default", "bf16", "fp16", "fp32"]
 ALPHAS = ["auto", "keep", "over white"]
 
 
@@ -131,7 +131,7 @@ class Qwen21LoadVAE(io.ComfyNode):
                     "dtype",
                     options=VAE_DTYPES,
                     default="default",
-                    tooltip="Precision; fp16 overflows in this VAE and is not offered.",
+                    tooltip="Precision; in fp16 this VAE may overflow, and then computes once more in fp32.",
                 ),
                 io.Combo.Input(
                     "alpha",

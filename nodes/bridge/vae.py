@@ -153,7 +153,8 @@ def _with_alpha(pictures: Tensor, alpha: str) -> Tensor:
 
 
 def load_vae(path: str, dtype: str = "default", alpha: str = "auto", disable_dynamic: bool = False) -> Qwen21VAE:
-    """The VAE of a file or component folder. fp16 is not offered: this VAE's values exceed what it holds."""
+    """The VAE of a file or component folder. What overflows in fp16, which holds 65504 at most, is computed again in
+    fp32; `default` never chooses it."""
     part = find_vae(Path(path))
     load_device = comfy.model_management.vae_device()
     if dtype == "default":

@@ -6,12 +6,14 @@ from collections import Counter
 from pathlib import Path
 
 from ..checked import printable
+from ..config import DiTConfig
 from ..errors import UserError
 from ..options import COMPONENTS
 from ..ram import GIB
 from .detect import SLOTS, Identity, identify
 from .files import Checkpoint, is_file, is_folder, open_checkpoint, read_json
 from .load import Component, class_name, component_of, folder_schedule, has_encoder, unused_tensors
+from .lora_keys import KINDS, layer_kind, map_keys
 
 
 def describe(path: Path) -> str:
@@ -53,6 +55,8 @@ def _lines(checkpoint: Checkpoint, slot: str | None = None) -> list[str]:
         lines.append(f"  damaged      {identity.damage}")
     elif identity.kind in SLOTS:
         lines += _network(checkpoint, identity)
+    elif identity.kind == "lora":
+        lines += _adapters(checkpoint)
     if identity.turbo_hint:
         lines.append("  hint         the name says Turbo: 8 fixed steps")
     if slot and slot != identity.kind:
@@ -76,6 +80,24 @@ def _network(checkpoint: Checkpoint, identity: Identity) -> list[str]:
     if identity.kind == "vae" and not has_encoder(part):
         lines.append("  encoder      none: it decodes only, and references need the whole VAE")
     return [*lines, f"  complete     {_completeness(part)}"]
+
+
+def _adapters(checkpoint: Checkpoint) -> list[str]:
+    """What a LoRA does to the released transformer, or why it fits none."""
+    try:
+        keys = map_keys(checkpoint.tensors, DiTConfig())
+    except UserError as error:
+        return [f"  adapts       nothing of Qwen-Image 2.1: {error}"]
+    kinds = Counter(layer_kind(layer) for entry in keys.entries for layer in entry.target.layers)
+    ranks = sorted({checkpoint.tensors[entry.down].shape[0] for entry in keys.entries})
+    rank = f"rank {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "")
+    dora = ", DoRA" if any(entry.magnitude for entry in keys.entries) else ""
+    told = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kinds[kind])
+    lines = [f"  adapts       {sum(kinds.values())} layers ({told}), {rank}{dora}"]
+    if keys.unmatched:
+        names = ", ".join(printable(name) for name in keys.unmatched[:3])
+        lines.append(f"  not matched  {len(keys.unmatched)} ({names}{', ...' if len(keys.unmatched) > 3 else ''})")
+    return lines
 
 
 def _completeness(part: Component) -> str:

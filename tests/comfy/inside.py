@@ -109,6 +109,16 @@ def check_vae():
     return on_small_cards(module, run)
 
 
+def check_half_vae():
+    """How far the VAE in fp16 is from fp32, for usual latents and for such as fp16 cannot hold."""
+    from the_pack.nodes.bridge.vae import load_vae
+
+    full, half = (load_vae(str(MODELS / "vae" / VAE), dtype, alpha="keep") for dtype in ("fp32", "fp16"))
+    latent = torch.randn(1, 64, 4, 6)
+    errors = [float((full.decode(z) - half.decode(z)).abs().max()) for z in (latent, 1e5 * latent)]
+    return {"dtype": str(half.vae_dtype), "usual": errors[0], "overflowing": errors[1]}
+
+
 def save_fresh():
     """The text to image of the tests, by core's own functions, in a process that did nothing before."""
     import comfy.sample
@@ -143,7 +153,8 @@ def main():
     import_pack()
     with torch.inference_mode():
         save_fresh()
-        found = {"dit": check_dit(), "encoder": check_encoder(), "vae": check_vae()}
+        half = check_half_vae()
+        found = {"half vae": half, "dit": check_dit(), "encoder": check_encoder(), "vae": check_vae()}
         found |= {"quantized dit": check_dit(DIT_INT8), "quantized encoder": check_encoder(ENCODER_INT8)}
         found |= signatures()
     print(json.dumps(found))

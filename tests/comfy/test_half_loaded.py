@@ -25,3 +25,11 @@ def test_every_holder_of_parameters_is_a_layer_of_comfyuis(inside, network):
     assert inside[network]["plain"] == CAST_AT_USE[network]
     leaves = {name.rpartition(".")[2] for name in inside[network]["buffers"]}
     assert leaves == ({"weight_scale", "rotation"} if "quantized" in network else set())
+
+
+def test_a_vae_in_fp16_computes_again_what_overflows(inside):
+    """NaN compares as false, so neither error may be one."""
+    found = inside["half vae"]
+    assert found["dtype"] == "torch.float16"
+    assert 0 < found["usual"] < 0.02
+    assert found["overflowing"] < 0.02

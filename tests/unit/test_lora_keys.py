@@ -8,6 +8,7 @@ from torch import nn
 from qwen21.checkpoint.files import TensorInfo
 from qwen21.checkpoint.lora import read_lora
 from qwen21.checkpoint.lora_keys import layer_kind, lora_targets, map_keys
+from qwen21.cli import main
 from qwen21.config import DiTConfig
 from qwen21.errors import UserError
 from tests import loras, tiny
@@ -214,3 +215,25 @@ def test_no_file_and_a_broken_one(tmp_path):
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(UserError, match="cut short"):
         read_lora(path, loras.CONFIG)
+
+
+def test_inspect_tells_what_a_lora_adapts(tmp_path, capsys):
+    layers = {"attn.to_q": (4096, 4096, 4), "img_mlp.out": (4096, 12288, 8)}
+    tensors = {"transformer.transformer_blocks.3.attn.to_extra.lora_A.weight": torch.zeros(4, 4096)}
+    tensors["transformer.transformer_blocks.3.attn.to_extra.lora_B.weight"] = torch.zeros(4096, 4)
+    for name, (rows, columns, rank) in layers.items():
+        stem = f"transformer.transformer_blocks.3.{name}"
+        tensors |= {
+            f"{stem}.lora_A.weight": torch.zeros(rank, columns),
+            f"{stem}.lora_B.weight": torch.zeros(rows, rank),
+        }
+    path = tmp_path / "style.safetensors"
+    save_file(tensors, path)
+    assert main(["inspect", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert "adapts       2 layers (1 attention, 1 mlp), rank 4 to 8" in out
+    assert "not matched  1 (" in out and "transformer_blocks.3.attn.to_extra" in out
+    narrow = {name: value[..., :7].contiguous() if "lora_A" in name else value for name, value in tensors.items()}
+    save_file(narrow, path)
+    assert main(["inspect", str(path)]) == 0
+    assert "adapts       nothing of Qwen-Image 2.1: " in capsys.readouterr().out
