@@ -1,6 +1,7 @@
 """The sampler's report: what ran, what a rerun has to pin, and the same in a few lines for the node."""
 
 from ..qwen21.manifest import library_versions
+from ..qwen21.mini import size_warning
 from .bridge.lora import attached
 from .common import LATENTS, PADS, REPORT, SLOTS
 
@@ -13,7 +14,7 @@ def build_report(model, positive, negative, schedule, settings, unused_negative=
         **settings,
         "positive": positive[0][1].get(REPORT),
         "negative": None if negative is None else negative[0][1].get(REPORT),
-        "warnings": _warnings(schedule, positive[0][1], unused_negative),
+        "warnings": _warnings(model, settings["size"], schedule, positive[0][1], unused_negative),
         "versions": library_versions(),
     }
 
@@ -32,8 +33,11 @@ def _model(model):
     }
 
 
-def _warnings(schedule, extra, unused_negative):
+def _warnings(model, size, schedule, extra, unused_negative):
     found = list(schedule.warnings)
+    part = getattr(model.model, "part", None)
+    if part and (warning := size_warning(part.checkpoint.path, tuple(size))):
+        found.append(warning)
     if PADS in extra:
         found.append("references were seen by the encoder alone: wire the VAE into Qwen21EncodePrompt")
     latents, slots = len(extra.get(LATENTS) or []), len(extra.get(SLOTS) or [])

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 def add_generate(p: argparse.ArgumentParser) -> None:
     """The flags of `generate`."""
     model = p.add_argument_group("model")
-    model.add_argument("--model", metavar="FOLDER", type=Path, help="a whole-model diffusers folder")
+    model.add_argument(
+        "--model", metavar="FOLDER", type=Path, help="a whole-model diffusers folder, or qwen21-mini, the bundled one"
+    )
     model.add_argument("--dit", metavar="FILE", type=Path, help="transformer: single file or component folder")
     model.add_argument("--encoder", metavar="FILE", type=Path, help="text encoder: single file or component folder")
     model.add_argument("--vae", metavar="FILE", type=Path, help="VAE: single file or component folder")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from . import arguments
+from . import arguments, mini
 from .config import MAX_BATCH
 from .errors import UserError
 
@@ -102,7 +102,7 @@ def build_parser() -> Parser:
     convert = commands.add_parser("convert", help="write a transformer or encoder as fp8", allow_abbrev=False)
     arguments.add_convert(convert)
     convert.set_defaults(run=run_convert)
-    demo = commands.add_parser("demo", help="text to image and an edit on an embedded tiny model", allow_abbrev=False)
+    demo = commands.add_parser("demo", help="six prompts and four edits on the bundled miniature", allow_abbrev=False)
     demo.add_argument("--out", metavar="DIR", type=Path, default=Path("demo_out"), help="folder for the pictures")
     demo.set_defaults(run=run_demo)
     return parser
@@ -160,7 +160,8 @@ def find_model(a: argparse.Namespace):
     if a.model is not None:
         if given:
             raise UserError(f"got --model and {', '.join(given)}; give a whole folder or single parts, not both")
-        return find_folder(a.model, a.tokenizer)
+        bundled = str(a.model) == mini.NAME and not a.model.exists()
+        return find_folder(mini.WEIGHTS if bundled else a.model, a.tokenizer)
     if len(given) < len(parts):
         missing = ", ".join(name for name in parts if name not in given)
         raise UserError(f"no model: give --model FOLDER, or --dit, --encoder and --vae ({missing} not given)")

@@ -10,6 +10,7 @@ from PIL import Image
 from .checkpoint.load import ModelFiles
 from .config import LATENT_PIXELS, MAX_BATCH
 from .errors import UserError
+from .mini import size_warning
 from .prompt import Reference, canvas_size, prepare_references
 from .sampler import GuidanceRange, guidance, guides, noise_seed
 from .schedule import Schedule, custom_sigmas, make_schedule
@@ -81,6 +82,8 @@ def make_plan(request: Request, files: ModelFiles) -> Plan:
     size = _canvas(request, warnings)
     schedule = _schedule(request, files, size[0] * size[1] // LATENT_PIXELS**2)
     warnings += schedule.warnings
+    if warning := size_warning(files.dit.checkpoint.path, size):
+        warnings.append(warning)
     cfg = guidance(schedule.steps, request.cfg, request.cfg_ranges)
     if any(guides(value) for value in cfg) and request.negative is None:
         warnings.append("CFG above 1 is without effect: there is no negative prompt (give --negative, '' will do)")

@@ -143,6 +143,21 @@ class Tiny:
         return {slot: path for slot, (path, _) in files.items()}
 
 
+class Opened(Tiny):
+    """A model that lies in the diffusers layout on disk, opened by diffusers and transformers themselves, in fp32."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import Qwen3VLForConditionalGeneration
+
+        self.folder, self.turbo = folder, False
+        as_fp32 = {"torch_dtype": torch.float32}
+        self.transformer = QwenImage21Transformer2DModel.from_pretrained(folder / "transformer", **as_fp32)
+        self.vae = AutoencoderKLQwenImage21.from_pretrained(folder / "vae", **as_fp32)
+        self.text_encoder = Qwen3VLForConditionalGeneration.from_pretrained(
+            folder / "text_encoder", dtype=torch.float32, attn_implementation="sdpa"
+        )
+
+
 def comfy_dit(state: dict[str, torch.Tensor], prefix: str = "") -> dict[str, torch.Tensor]:
     """Comfy's single file: `gate_up` = rows of gate_layer, then of proj."""
     result = {}

@@ -10,6 +10,7 @@ import comfy.model_patcher
 import folder_paths
 import torch
 
+from ...qwen21 import mini
 from ...qwen21.errors import UserError
 from ...qwen21.options import COMPONENTS
 
@@ -22,6 +23,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 FP8 = "fp8"
 DTYPE_NAMES = ["default", *DTYPES, FP8]
 NOTHING = "(no file found)"
+BUNDLED = f"{mini.NAME} (bundled)"
 
 
 def check_cancel() -> None:
@@ -78,10 +80,12 @@ def stored_as(part: Component, fp8: Fp8 | None) -> str:
 
 
 def choices(slot: str) -> list[str]:
-    """What a loader's combo lists: files of the slot's folder, then whole-model folders, marked by a final slash."""
+    """What a loader's combo lists: files of the slot's folder, whole-model folders, marked by a final slash, and the
+    bundled miniature."""
     files = [name for name in folder_paths.get_filename_list(FOLDERS[slot]) if name.endswith(".safetensors")]
-    folders = _model_folders() if slot in COMPONENTS.values() else {}
-    return [*files, *[f"{name}/" for name in folders]] or [NOTHING]
+    if slot not in COMPONENTS.values():
+        return files or [NOTHING]
+    return [*files, *[f"{name}/" for name in _model_folders()], BUNDLED]
 
 
 def find(slot: str, choice: str) -> Path:
@@ -91,9 +95,9 @@ def find(slot: str, choice: str) -> Path:
         raise UserError(f"no file found: put one into ComfyUI's models/{where}, then refresh the node list (R)")
     if choice not in choices(slot):
         raise UserError(f"{choice!r} is not among the files of models/{FOLDERS[slot]}; choose one that is listed")
-    if choice.endswith("/"):
-        component = {slot: name for name, slot in COMPONENTS.items()}[slot]
-        return _model_folders()[choice.rstrip("/")] / component
+    if choice == BUNDLED or choice.endswith("/"):
+        folder = mini.WEIGHTS if choice == BUNDLED else _model_folders()[choice.rstrip("/")]
+        return folder / {slot: name for name, slot in COMPONENTS.items()}[slot]
     return Path(folder_paths.get_full_path_or_raise(FOLDERS[slot], choice))
 
 

@@ -6,13 +6,14 @@ is computed at once under a mask, as `tests/joint.py` does for one prompt; sampl
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..dit import DiT
+from ..attention import AttentionFunction
+from ..dit import Block, DiT
 from ..encoder import TextEncoder, text_rope
 from ..prompt import TokenLayout
 from ..rope import rotation
@@ -43,12 +44,40 @@ def text_states(encoder: TextEncoder, ids: Tensor, layout: TokenLayout, patches:
     return hidden[:, list(layout.kept)]
 
 
+def run_whole_block(
+    block: Block,
+    attend: AttentionFunction,
+    x: Tensor,
+    scale1: Tensor,
+    gate1: Tensor,
+    scale2: Tensor,
+    gate2: Tensor,
+    turn: Tensor,
+    mask: Tensor,
+) -> Tensor:
+    """A block over the whole sequence x [B, S, width], each token with its own scales and gates."""
+    q, k, v = block.attn.project(_norm(x, block.eps) * scale1, turn)
+    x = x + gate1 * block.attn.output(attend(q, k, v, mask=mask))
+    return x + gate2 * block.img_mlp(_norm(x, block.eps) * scale2)
+
+
+def _norm(x: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], eps=eps)
+
+
 def velocity(
-    dit: DiT, text: Tensor, references: Sequence[Tensor], slots: Sequence[int], target: Tensor, sigma: Tensor
+    dit: DiT,
+    text: Tensor,
+    references: Sequence[Tensor],
+    slots: Sequence[int],
+    target: Tensor,
+    sigma: Tensor,
+    run_block: Callable[..., Tensor] = run_whole_block,
 ) -> Tensor:
     """Velocity [B, C, h, w] of targets [B, C, h, w] at noise levels sigma [B].
 
     text [B, T, text_width]; references [B, C, h, w] normalised latents, each behind its slot's number of text tokens.
+    `run_block` is `run_whole_block`, or a compiled one.
     """
     grid = tuple(target.shape[-2:])
     layout = prefix_layout(text.shape[1], slots, [tuple(reference.shape[-2:]) for reference in references])
@@ -76,10 +105,14 @@ def velocity(
         for parts in zip(*(dit.modulation(embedding).chunk(4, -1) for embedding in (before, now)), strict=True)
     )
     scale1, gate1, scale2, gate2 = 1 + scale1, gate1.tanh(), 1 + scale2, gate2.tanh()
-    for block in dit.transformer_blocks:
-        q, k, v = block.attn.project(F.layer_norm(x, x.shape[-1:], eps=block.eps) * scale1, turn)
-        x = x + gate1 * block.attn.output(dit.attend(q, k, v, mask=mask))
-        x = x + gate2 * block.img_mlp(F.layer_norm(x, x.shape[-1:], eps=block.eps) * scale2)
-    x = F.layer_norm(x[:, layout.length :], x.shape[-1:], eps=dit.config.eps)
+    *blocks, last = dit.transformer_blocks
+    for block in blocks:
+        x = run_block(block, dit.attend, x, scale1, gate1, scale2, gate2, turn, mask)
+    # Of the last block's output only the target is read.
+    q, k, v = last.attn.project(_norm(x, last.eps) * scale1, turn)
+    x, gate1, scale2, gate2 = (part[:, layout.length :] for part in (x, gate1, scale2, gate2))
+    x = x + gate1 * last.attn.output(dit.attend(q[:, :, layout.length :], k, v, mask=mask[layout.length :]))
+    x = x + gate2 * last.img_mlp(_norm(x, last.eps) * scale2)
+    x = _norm(x, dit.config.eps)
     x = x * (1 + dit.norm_out["linear"](F.silu(now)))[:, None]
     return dit.proj_out(x).transpose(1, 2).unflatten(2, grid)

@@ -12,11 +12,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..config import DiTConfig, EncoderConfig, ScheduleConfig, TextConfig, VAEConfig, VisionConfig
+from ..config import LATENT_PIXELS, DiTConfig, EncoderConfig, ScheduleConfig, TextConfig, VAEConfig, VisionConfig
 from ..config_keys import DIT_KEYS, TEXT_KEYS, VAE_KEYS, VISION_KEYS, to_json
-from ..prompt import SYSTEM_PROMPT
+from ..prompt import (
+    IMAGE_PAD,
+    SYSTEM_PROMPT,
+    TEMPORAL_PATCH,
+    VIDEO_PAD,
+    VISION_END,
+    VISION_MERGE,
+    VISION_START,
+)
 from ..tokenizer import SPECIAL_TOKENS
 from . import world
 
@@ -39,6 +47,36 @@ ENCODER = EncoderConfig(
     VisionConfig(layers=2, width=48, mlp_width=96, heads=2, positions=64, deepstack=(0,), out_width=TEXT_WIDTH),
 )
 FOLDERS = {"dit": "transformer", "vae": "vae", "encoder": "text_encoder"}
+INDEX = {
+    "_class_name": "QwenImage21Pipeline",
+    "_diffusers_version": "0.42.1",
+    "processor": ["transformers", "Qwen3VLProcessor"],
+    "scheduler": ["diffusers", "FlowMatchEulerDiscreteScheduler"],
+    "text_encoder": ["transformers", "Qwen3VLForConditionalGeneration"],
+    "transformer": ["diffusers", "QwenImage21Transformer2DModel"],
+    "vae": ["diffusers", "AutoencoderKLQwenImage21"],
+}
+TOKEN_IDS = {
+    "image_token_id": IMAGE_PAD,
+    "video_token_id": VIDEO_PAD,
+    "vision_start_token_id": VISION_START,
+    "vision_end_token_id": VISION_END,
+}
+PREPROCESSOR = {
+    "image_processor_type": "Qwen2VLImageProcessorFast",
+    "processor_class": "Qwen3VLProcessor",
+    "size": {"shortest_edge": 32 * 32, "longest_edge": 16777216},  # in pixels of area: nothing is made larger
+    "patch_size": LATENT_PIXELS,
+    "temporal_patch_size": TEMPORAL_PATCH,
+    "merge_size": VISION_MERGE,
+    "image_mean": [0.5, 0.5, 0.5],
+    "image_std": [0.5, 0.5, 0.5],
+}
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+)
 # What the tokenizer learns its words from, beside captions.
 SENTENCES = (
     SYSTEM_PROMPT,
@@ -66,8 +104,10 @@ def write_model(
     numbers = {key: value for key, value in schedule.items() if key not in ("turbo_sigmas", "steps")}
     names = {"num_train_timesteps": 1000, "time_shift_type": "exponential", "use_dynamic_shifting": True}
     _write_json(folder / "scheduler" / "scheduler_config.json", {**names, **numbers})
-    _write_json(folder / "model_index.json", {"_class_name": "QwenImage21Pipeline"})
+    _write_json(folder / "model_index.json", INDEX)
     write_tokenizer(folder / "processor")
+    _write_json(folder / "processor" / "preprocessor_config.json", PREPROCESSOR)
+    (folder / "processor" / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     return folder
 
 
@@ -78,7 +118,10 @@ def config_json(config: DiTConfig | VAEConfig | EncoderConfig) -> dict[str, Any]
         sections = list(config.text.mrope_sections)
         text["rope_scaling"] = {"mrope_section": sections, "rope_type": "default", "mrope_interleaved": True}
         vision = to_json(VISION_KEYS, config.vision)
-        return {"model_type": "qwen3_vl", "text_config": text, "vision_config": vision, "tie_word_embeddings": True}
+        first = config.text.vocabulary - len(SPECIAL_TOKENS)
+        tokens = {key: first + SPECIAL_TOKENS.index(name) for key, name in TOKEN_IDS.items()}
+        parts = {"text_config": text, "vision_config": vision}
+        return {"model_type": "qwen3_vl", **parts, **tokens, "tie_word_embeddings": True}
     if isinstance(config, VAEConfig):
         return to_json(VAE_KEYS, config) | {"temperal_downsample": [slots == 2 for slots in config.slots]}
     return to_json(DIT_KEYS, config)
@@ -121,22 +164,6 @@ def _write_bytes(folder: Path) -> None:
     _write_json(folder / "vocab.json", {symbol: i for i, symbol in enumerate(symbols)})
     (folder / "merges.txt").write_text("#version: 0.2\n", encoding="utf-8")
     _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"})
-
-
-def random_weights(module: nn.Module, seed: int = 0) -> dict[str, Tensor]:
-    """Weights that keep activations near unit size; norms around one, none constant."""
-    generator = torch.Generator().manual_seed(seed)
-    tensors = {}
-    for name, parameter in module.named_parameters():
-        value = torch.randn(parameter.shape, generator=generator)
-        if name.endswith("gamma") or (parameter.ndim == 1 and "norm" in name and name.endswith("weight")):
-            value = 0.1 * value + (0 if "text_norm" in name else 1)
-        elif parameter.ndim == 1:
-            value *= 0.02
-        else:
-            value *= parameter[0].numel() ** -0.5
-        tensors[name] = value
-    return tensors
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -67,8 +67,10 @@ def read(picture: Image.Image) -> Reading:
     ground, faults = _ground(pixels, beside)
     behind = draw_ground(ground if "?" not in ground else (), pixels.shape[1], pixels.shape[0])
     shapes, inside = [], np.zeros_like(beside)
-    for color, spot in spots:
-        cover = _cover(pixels, behind, np.array(COLORS[color], float)) > 0.5
+    found = np.array([COLORS[color] for color, _ in spots], float).reshape(-1, 3)
+    nearest = np.linalg.norm(pixels[..., None, :3] - found, axis=-1).argmin(-1) if spots else None
+    for i, (color, spot) in enumerate(spots):
+        cover = (_cover(pixels, behind, found[i]) > 0.5) & (found[nearest] == found[i]).all(-1)  # shapes may touch
         cover = _spread(spot, cover & _grown(spot, 6))
         shape, overlap = _shape(color, cover)
         shapes.append(shape)

@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import argparse
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ..checkpoint.load import find_vae, load
+from ..checkpoint.load import find_dit, find_encoder, find_vae, load
 from ..tokenizer import load_tokenizer
 from ..vae import VAE as VAENetwork
-from .model import DIT, ENCODER, VAE, write_model, write_tokenizer
+from .model import DIT, ENCODER, FOLDERS, VAE, write_model, write_tokenizer
 from .train_dit import DIT_PLAN, DiTTrainer
 from .train_vae import VAE_PLAN, VAETrainer, fold
 from .training import Training
@@ -49,13 +50,21 @@ def vae_tensors(vae: VAENetwork) -> Mapping[str, Tensor]:
     return tensors
 
 
-def train_dit(work: Path, minutes: float) -> bool:
-    """Train transformer and encoder on the latents of the VAE in `work/model`, and write them there too."""
+def train_dit(work: Path, minutes: float, start: Path | None = None, compiled: bool = False) -> bool:
+    """Train transformer and encoder on the latents of the VAE in `work/model`, and write them there too.
+
+    `start` is a model to go on from, its VAE too, where `work` holds nothing yet.
+    """
+    if start and not (work / "model" / "vae").exists():
+        shutil.copytree(start / "vae", work / "model" / "vae")
     write_tokenizer(work / "model" / "processor")
     vae = load(find_vae(work / "model" / "vae"), torch.float32)
     with torch.random.fork_rng():
         torch.manual_seed(DIT_PLAN.seed)
-        trainer = DiTTrainer()
+        trainer = DiTTrainer(compiled)
+    if start:
+        trainer.dit.load_state_dict(load(find_dit(start / FOLDERS["dit"]), torch.float32).state_dict())
+        trainer.encoder.load_state_dict(load(find_encoder(start / FOLDERS["encoder"]), torch.float32).state_dict())
     training = Training(trainer, DIT_PLAN, work / "dit.safetensors")
     batches = trainer.batches(vae, load_tokenizer(work / "model"), training.step)
     done = training.run(lambda step, rng, generator: trainer.loss(next(batches), generator), minutes)
@@ -71,10 +80,13 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="folder for what a later run goes on from")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after about so long, and write the model")
     parser.add_argument("--part", choices=("vae", "dit"), help="this part only")
+    parser.add_argument("--start", type=Path, help="a model whose VAE stays and whose transformer learns on")
+    parser.add_argument("--compile", action="store_true", help="a third faster; needs a C++ compiler")
     arguments = parser.parse_args()
-    for part, train in (("vae", train_vae), ("dit", train_dit)):
-        if arguments.part in (None, part) and not train(arguments.work, arguments.minutes):
-            break
+    if arguments.part in (None, "vae") and not arguments.start and not train_vae(arguments.work, arguments.minutes):
+        return
+    if arguments.part in (None, "dit"):
+        train_dit(arguments.work, arguments.minutes, arguments.start, arguments.compile)
 
 
 if __name__ == "__main__":

@@ -15,13 +15,13 @@ from ..checkpoint.load import module_of
 from ..images import to_pixels
 from ..prompt import Reference, Tokenizer, TokenLayout, layout_tokens, vision_patches
 from ..vae import VAE
-from .joint import text_states, velocity
+from .joint import run_whole_block, text_states, velocity
 from .model import DIT, ENCODER
 from .training import Plan
 from .world import Task, draw, random_task
 
 DIT_PLAN = Plan(
-    steps=12000,
+    steps=20000,
     rate=1.5e-3,
     hidden=lambda name, value: value.ndim == 2 and ("_blocks." in name or ".layers." in name or ".blocks." in name),
 )
@@ -36,7 +36,7 @@ KINDS = {
     "cut out": 4,
     "combine": 12,
 }
-SIZES = {(96, 96): 16, (128, 128): 2, (128, 96): 1, (96, 128): 1}
+SIZES = {(96, 96): 17, (128, 128): 1, (128, 96): 1, (96, 128): 1}
 DROPPED = 0.1  # share of batches without prompts, so that guidance has something to guide from
 SHIFT = 2.0  # noise levels lean towards noise, as the schedule's do
 
@@ -94,14 +94,21 @@ class Batches(Dataset):
         return make_batch(self.vae, self.tokenizer, Random(f"batch {self.seed}/{self.steps[index]}"))
 
 
+def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor) -> Tensor:
+    """Attention written out: on a CPU the gradient of PyTorch's own takes three times as long."""
+    scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
+    return scores.masked_fill(~mask, -1e4).softmax(-1).to(v.dtype) @ v
+
+
 class DiTTrainer(nn.Module):
     """Transformer and encoder, which learn together; `loss` is what they learn from."""
 
-    def __init__(self) -> None:
+    def __init__(self, compiled: bool = False) -> None:
         super().__init__()
-        self.dit, self.encoder = (
-            module_of(slot, config).to_empty(device="cpu") for slot, config in (("dit", DIT), ("encoder", ENCODER))
-        )
+        # One compiled block serves all: a third faster, for a minute or two at the start.
+        self.run_block = torch.compile(run_whole_block, dynamic=True) if compiled else run_whole_block
+        self.dit = module_of("dit", DIT, attend=attend).to_empty(device="cpu")
+        self.encoder = module_of("encoder", ENCODER).to_empty(device="cpu")
         for module in self.modules():
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
@@ -126,5 +133,6 @@ class DiTTrainer(nn.Module):
         noisy = torch.lerp(batch.target, noise, sigma[:, None, None, None])
         with torch.autocast("cpu", torch.bfloat16):
             text = text_states(self.encoder, batch.ids, batch.layout, batch.patches)
-            got = velocity(self.dit, text, batch.references, batch.layout.image_slots, noisy, sigma)
+            slots = batch.layout.image_slots
+            got = velocity(self.dit, text, batch.references, slots, noisy, sigma, self.run_block)
         return (got.float() - (noise - batch.target)).square().mean()

@@ -14,7 +14,7 @@ from .training import Plan
 from .world import COLORS, KINDS, PLACES, Scene, Shape, draw, random_ground, random_scene, random_shift
 from .world import SIZES as SIZES_OF_SHAPES
 
-VAE_PLAN = Plan(steps=3000, rate=1.2e-3, hidden=lambda name, value: value.ndim == 4 and min(value.shape[:2]) > 4)
+VAE_PLAN = Plan(steps=6000, rate=1.2e-3, hidden=lambda name, value: value.ndim == 4 and min(value.shape[:2]) > 4)
 SIZES = ((96, 96), (128, 128), (128, 96), (96, 128))
 CROP, CROPS = 48, 28  # most steps see crops: what a convolution learns, it learns from small pictures too
 WHOLE_FROM, WHOLES = 0.85, 8  # the last part of the training sees whole pictures

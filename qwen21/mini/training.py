@@ -23,7 +23,8 @@ from ..writing import write_together
 
 LossOf = Callable[[int, Random, torch.Generator], Tensor]  # of a step's number, and two ways to draw by chance
 
-WARM_UP = 200
+WARM_UP = 200  # steps
+COOL_DOWN = 0.25  # of a plan's steps
 SAVE_SECONDS = 120
 CLIP = 1.0
 STATES = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")  # what optimisers keep of a parameter
@@ -42,9 +43,8 @@ class Plan:
     seed: int = 0
 
     def rate_at(self, step: int) -> float:
-        """Linear warm-up, then half a cosine down to a hundredth."""
-        down = 0.5 + 0.5 * math.cos(math.pi * min(step / self.steps, 1))
-        return self.rate * min(1, (step + 1) / WARM_UP) * (0.01 + 0.99 * down)
+        """Linear warm-up, level, and down to nothing over the last part: a longer plan changes nothing before that."""
+        return self.rate * min(1, (step + 1) / WARM_UP, (self.steps - step) / (COOL_DOWN * self.steps))
 
 
 @dataclass
@@ -74,7 +74,8 @@ class Optimiser:
 
     def step(self, rate: float) -> None:
         for name, value in self.network.named_parameters():
-            self.seen[name].grad = value.grad.view(self.seen[name].shape)
+            seen = self.seen[name]
+            seen.grad = None if value.grad is None else value.grad.view(seen.shape)
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = rate

@@ -34,7 +34,7 @@ GROUNDS = {
     "beige": (222, 202, 164),
     "brown": (110, 72, 45),
 }
-SIZES = {"small": 0.09, "big": 0.135}  # radius, in shorter sides of the picture
+SIZES = {"small": 0.105, "big": 0.14}  # radius, in shorter sides of the picture
 PLACES = {
     "top left": (-1, -1),
     "top": (0, -1),
@@ -46,8 +46,8 @@ PLACES = {
     "bottom": (0, 1),
     "bottom right": (1, 1),
 }
-JITTER = 0.02  # how far from the middle of its place a shape may sit, in shorter sides
-SPREAD = 0.31  # from one place to the next, in sides of the picture
+JITTER = 0.015  # how far from the middle of its place a shape may sit, in shorter sides
+SPREAD = 0.305  # from one place to the next, in sides of the picture
 HELD_OUT = 16  # one prompt in so many is kept from training
 OVERSAMPLING = 4
 

@@ -79,8 +79,8 @@ class Graph:
     groups: list[dict[str, Any]] = field(default_factory=list)
     x: int = 0
 
-    def add(self, node_id: str, title: str = "", *, height: int = 0, look: dict | None = None, **inputs: Any) -> Node:
-        """A node. Inputs are values of widgets, or outputs of other nodes (`node["name"]`)."""
+    def add(self, node_id: str, title: str = "", *, tall: int = 0, look: dict | None = None, **inputs: Any) -> Node:
+        """A node, at least `tall` pixels. Inputs are values of widgets, or outputs of other nodes (`node["name"]`)."""
         schema = self.schemas.get(node_id) or CORE[node_id]
         wires = {name: value for name, value in inputs.items() if isinstance(value, tuple)}
         widgets = [slot for slot in schema.inputs if slot.is_widget]
@@ -89,10 +89,12 @@ class Graph:
         if unknown:
             raise ValueError(f"{node_id} has no input {unknown}")
         sockets = len(schema.inputs) - len(widgets)
-        tall = [slot for slot in widgets if slot.options.get("multiline")]
+        texts = [slot for slot in widgets if slot.options.get("multiline")]
         extra = sum(1 for slot in widgets if slot.options.get("control_after_generate"))
-        rows = max(sockets, len(schema.outputs)) * ROW + (len(widgets) + extra - len(tall)) * WIDGET + len(tall) * TEXT
-        node = Node(len(self.nodes) + 1, schema, title, values, wires, (0, max(height, rows + PAD)), look or {})
+        rows = (
+            max(sockets, len(schema.outputs)) * ROW + (len(widgets) + extra - len(texts)) * WIDGET + len(texts) * TEXT
+        )
+        node = Node(len(self.nodes) + 1, schema, title, values, wires, (0, max(tall, rows + PAD)), look or {})
         self.nodes.append(node)
         return node
 

@@ -12,6 +12,8 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFilter
 
 from qwen21.mini.sample import make_sample
+from qwen21.mini.world import Scene, Shape
+from qwen21.mini.world import draw as draw_world
 
 FOLDER = Path(__file__).resolve().parents[2] / "workflows"
 SIDE, SCALE = 512, 2  # drawn twice as large, then reduced
@@ -167,7 +169,14 @@ def thumbnails() -> dict[str, Image.Image]:
         "rgba_text_to_image": from_text(on(board, green)),
         "cut_out": from_pictures([on(night, red)], on(board, red)),
         "ksampler": sampler(on(day, green)),
+        "miniature": from_pictures([toy("red")], toy("blue")),
     }
+
+
+def toy(color: str) -> Image.Image:
+    """A picture of the miniature's world."""
+    shapes = (Shape("circle", color, "big", "left"), Shape("star", "yellow", "small", "top right"))
+    return draw_world(Scene(shapes, ("black", "gray")), *SMALL)
 
 
 if __name__ == "__main__":

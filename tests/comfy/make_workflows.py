@@ -8,12 +8,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from qwen21 import mini
+from qwen21.mini.model import RESOLUTION
 from tests.comfy.canvas import Graph, Node
 from tests.schemas import Schema, node_schemas
 
 FOLDER = Path(__file__).resolve().parents[2] / "workflows"
 BASE, TURBO = "qwen_image_2.1_bf16.safetensors", "qwen_image_2.1_turbo_bf16.safetensors"
 ENCODER, VAE = "qwen3vl_8b_bf16.safetensors", "qwen_image_2.1_vae_bf16.safetensors"
+BUNDLED = f"{mini.NAME} (bundled)"
 GREEN = {"color": "#232", "bgcolor": "#353"}
 RED = {"color": "#322", "bgcolor": "#533"}
 
@@ -27,6 +30,15 @@ In ComfyUI's `models` folder:
 
 After copying them press **R**, then choose them in the three loaders. A whole model in the diffusers layout, in
 `models/diffusers/`, works as well: the loaders list it with a slash at its end."""
+MINIATURE = """## Nothing to download
+
+The three loaders take the bundled miniature: a tiny model of the very same architecture, trained on coloured shapes of
+96 to 128 pixels a side. It shows what each node does in a second, also without a GPU.
+
+It knows *circle, square, triangle, star* in *red, orange, yellow, green, cyan, blue, purple, pink*, *small* or *big*,
+at nine places from *top left* over *center* to *bottom right*, on a *white, gray, black, beige, brown* or *transparent
+background* or *a gradient from* one *to* another. For real pictures choose the released files in the loaders, 1024 x
+1024 pixels and 40 steps."""
 PICTURES = """`example.png` comes with ComfyUI: choose your own picture in **{nodes}**, or drop one on it. Over the API
 set its `image` to the name of an uploaded file. The mask wire keeps transparency; without it the picture is opaque."""
 
@@ -41,18 +53,20 @@ class Maker:
 
     def __init__(self, name: str, schemas: dict[str, Schema], *notes: str, dit: str = BASE, alpha: str = "auto"):
         self.graph = Graph(name, schemas)
-        self.graph.note("Read me", "\n\n".join(_unwrapped(note) for note in (FILES.format(dit=dit), *notes)))
+        bundled = dit == BUNDLED
+        first = MINIATURE if bundled else FILES.format(dit=dit)
+        self.graph.note("Read me", "\n\n".join(_unwrapped(note) for note in (first, *notes)))
         add = self.graph.add
         self.dit = add("Qwen21LoadDiT", file=dit)
-        self.encoder = add("Qwen21LoadEncoder", file=ENCODER)
-        self.vae = add("Qwen21LoadVAE", file=VAE, alpha=alpha)
+        self.encoder = add("Qwen21LoadEncoder", file=BUNDLED if bundled else ENCODER)
+        self.vae = add("Qwen21LoadVAE", file=BUNDLED if bundled else VAE, alpha=alpha)
         self.graph.column("Models", self.dit, self.encoder, self.vae, width=360)
 
     def references(self, count: int) -> Node:
         """`count` pictures, each with its node in the chain; returns the chain's end."""
         rows, chain = [], None
         for i in range(1, count + 1):
-            picture = self.graph.add("LoadImage", f"Picture {i}", height=340)
+            picture = self.graph.add("LoadImage", f"Picture {i}", tall=340)
             wires = {"image": picture["IMAGE"], "mask": picture["MASK"]}
             if chain is not None:
                 wires["references"] = chain["chain"]
@@ -80,12 +94,17 @@ class Maker:
 
     def finish(self, sampler: Node, output: str) -> Graph:
         """Sampling and the result, each a column."""
-        self.graph.column("Sample", sampler, width=340)
-        decoded = self.graph.add("VAEDecode", samples=sampler[output], vae=self.vae["vae"])
-        prefix = f"qwen21_{self.graph.name}"
-        saved = self.graph.add("SaveImage", height=520, images=decoded["IMAGE"], filename_prefix=prefix)
-        self.graph.column("Result", decoded, saved, width=480)
+        self.result(sampler, output)
         return self.graph
+
+    def result(self, sampler: Node, output: str, suffix: str = "") -> Node:
+        """Sampling and its result; returns the node that decodes."""
+        self.graph.column(f"Sample{suffix}", sampler, width=340)
+        decoded = self.graph.add("VAEDecode", samples=sampler[output], vae=self.vae["vae"])
+        prefix = f"qwen21_{self.graph.name}{suffix.replace(' ', '_')}"
+        saved = self.graph.add("SaveImage", tall=520, images=decoded["IMAGE"], filename_prefix=prefix)
+        self.graph.column(f"Result{suffix}", decoded, saved, width=480)
+        return decoded
 
 
 def text_to_image(schemas: dict[str, Schema]) -> Graph:
@@ -178,7 +197,7 @@ KSampler needs a **Negative prompt** wired, but uses it only where **cfg** is no
     cache = make.graph.add("Qwen21PrefixCache", base_model=make.dit["model"])
     sampler = make.graph.add(
         "KSampler",
-        height=540,
+        tall=540,
         model=cache["model"],
         positive=prompt["conditioning"],
         negative=negative["conditioning"],
@@ -186,6 +205,22 @@ KSampler needs a **Negative prompt** wired, but uses it only where **cfg** is no
     )
     make.graph.column("Prefix", cache, width=300)
     return make.finish(sampler, "LATENT")
+
+
+def miniature(schemas: dict[str, Schema]) -> Graph:
+    text = """Run it: the first prompt paints a picture, the second one edits it. Change either and run again."""
+    make = Maker("miniature", schemas, text, dit=BUNDLED, alpha="keep")
+    words = "A big red circle at the left and a small yellow star at the top right on a gradient from black to gray."
+    side = {"width": RESOLUTION, "height": RESOLUTION}
+    prompt = make.prompt(words, **side)
+    make.graph.column("Prompt", prompt, width=420)
+    decoded = make.result(make.sample(prompt, steps=20), "samples")
+    chain = make.graph.add("Qwen21AddReference", image=decoded["IMAGE"], resolution=RESOLUTION)
+    make.graph.column("Reference", chain, width=300)
+    edit = make.prompt("Make the red circle blue.", "Edit", chain=chain, **side)
+    make.graph.column("Edit", edit, width=420)
+    make.result(make.sample(edit, steps=20), "samples", " of the edit")
+    return make.graph
 
 
 WORKFLOWS: tuple[Callable[[dict[str, Schema]], Graph], ...] = (
@@ -196,6 +231,7 @@ WORKFLOWS: tuple[Callable[[dict[str, Schema]], Graph], ...] = (
     rgba_text_to_image,
     cut_out,
     ksampler,
+    miniature,
 )
 
 

@@ -11,7 +11,8 @@ from qwen21.cli import main
 from tests.comfy.installation import ROOT
 from tests.comfy.models import DIT, ENCODER, TURBO, VAE
 
-WORKFLOWS = sorted((ROOT / "workflows" / "api").glob("*.json"))
+MINIATURE = ROOT / "workflows" / "api" / "miniature.json"
+WORKFLOWS = sorted(set((ROOT / "workflows" / "api").glob("*.json")) - {MINIATURE})
 SAMPLE = ROOT / "qwen21" / "mini" / "sample.png"
 RESOLUTION, WIDTH, HEIGHT, STEPS, SEED = 96, 96, 64, 2, 11
 SMALL = {"resolution": RESOLUTION, "width": WIDTH, "height": HEIGHT, "seed": SEED}
@@ -77,3 +78,24 @@ def test_workflow_runs_and_equals_its_twin(server, file, tmp_path, capsys):
     ours, theirs = (np.asarray(Image.open(path), dtype=int) for path in (saved, cli))
     assert ours.shape == theirs.shape
     assert np.abs(ours - theirs).max() <= 1
+
+
+def test_miniature_runs_as_it_is(server, tmp_path, capsys):
+    """With no file chosen and nothing set. The loaders choose their own dtype, so pictures are close, not equal."""
+    out = tmp_path / "out"
+    assert main(["run", str(MINIATURE), "--server", server.url, "--out", str(out)]) == 0, capsys.readouterr().err
+    paths = [Path(line) for line in capsys.readouterr().out.splitlines()]
+    painted, edited = sorted(paths, key=lambda path: "edit" in path.name)
+    prompts = [
+        node["inputs"]["prompt"]
+        for node in json.loads(MINIATURE.read_text()).values()
+        if node["class_type"] == "Qwen21EncodePrompt"
+    ]
+    command = ["generate", "--model", "qwen21-mini", "--device", "cpu", "--resolution", "96", "--steps", "20"]
+    command += ["--dtype", "fp32"]
+    for path, prompt, extra in zip((painted, edited), prompts, ([], ["--image", str(painted)]), strict=True):
+        twin = tmp_path / f"twin_{path.name}"
+        assert main([*command, "--prompt", prompt, *extra, "--out", str(twin)]) == 0, capsys.readouterr().err
+        ours, theirs = (np.asarray(Image.open(each).convert("RGBA"), int) for each in (path, twin))
+        assert ours.shape == theirs.shape == (96, 96, 4)
+        assert np.abs(ours - theirs).mean() < 4

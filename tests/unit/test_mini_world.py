@@ -33,7 +33,7 @@ def told(scene):
 
 @pytest.mark.parametrize("size", [(96, 96), (128, 128), (128, 96), (96, 128)])
 def test_every_scene_is_read_back(size):
-    for seed in range(25):
+    for seed in range(10):
         scene = random_scene(Random(seed))
         reading = read(draw(scene, *size))
         assert reading.faults == ()
@@ -45,9 +45,9 @@ def test_every_scene_is_read_back(size):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("ground", [(), *[(name,) for name in GROUNDS], ("black", "white")], ids=str)
-def test_every_kind_in_every_colour(kind, size, ground):
-    for color, place in zip(COLORS, PLACES, strict=False):
+def test_every_kind_in_every_colour(kind, size):
+    grounds = [(), *[(name,) for name in GROUNDS], ("black", "white"), ("white", "brown")]
+    for color, place, ground in zip(COLORS, PLACES, grounds, strict=False):
         scene = Scene((Shape(kind, color, size, place),), ground)
         reading = read(draw(scene))
         assert (told(reading.scene), reading.scene.ground, reading.faults) == (told(scene), ground, ())
@@ -55,7 +55,7 @@ def test_every_kind_in_every_colour(kind, size, ground):
 
 @pytest.mark.parametrize("kind", KINDS_OF_TASKS)
 def test_right_results_are_right_and_sources_are_not(kind):
-    for seed in range(12):
+    for seed in range(6):
         task = random_task(Random(seed), kind)
         assert judge(task, draw(task.result)).right, task
         for reference in task.references:

@@ -7,14 +7,16 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from qwen21.mini.model import RESOLUTION
 from tests.comfy.canvas import CORE
-from tests.comfy.make_workflows import files
+from tests.comfy.make_workflows import BUNDLED, files
 from tests.house_rules import MACHINE_PATH
 from tests.schemas import FILES, ROOT, node_schemas
 
 WORKFLOWS = ROOT / "workflows"
 NAMES = sorted(path.stem for path in WORKFLOWS.glob("*.json"))
-EXPECTED = ["cut_out", "edit", "ksampler", "multi_reference_edit", "rgba_text_to_image", "text_to_image", "turbo"]
+OF_RELEASED = ["cut_out", "edit", "ksampler", "multi_reference_edit", "rgba_text_to_image", "text_to_image", "turbo"]
+EXPECTED = sorted([*OF_RELEASED, "miniature"])
 CONTROLS = {"fixed", "increment", "decrement", "randomize"}
 RELEASED = {name for names in FILES.values() for name in names}
 TITLE_BAR = 30
@@ -153,7 +155,15 @@ def test_nodes_lie_apart_from_left_to_right(name):
     assert all(lefts[link[1]] <= lefts[link[3]] for link in ui["links"])
 
 
-@pytest.mark.parametrize("name", NAMES)
+def test_miniature_needs_no_file():
+    api = _api("miniature")
+    assert {node["inputs"]["file"] for node in api.values() if "file" in node["inputs"]} == {BUNDLED}
+    assert not any(node["class_type"] == "LoadImage" for node in api.values())
+    prompts = [node["inputs"] for node in api.values() if node["class_type"] == "Qwen21EncodePrompt"]
+    assert {(prompt["width"], prompt["height"]) for prompt in prompts} == {(RESOLUTION, RESOLUTION)}
+
+
+@pytest.mark.parametrize("name", OF_RELEASED)
 def test_notes_name_the_model_files_in_use(name):
     (note,) = [node for node in _ui(name)["nodes"] if node["type"] == "MarkdownNote"]
     text = note["widgets_values"][0]
@@ -164,7 +174,7 @@ def test_notes_name_the_model_files_in_use(name):
         assert f"- `{folder}/`: **{file}**" in text
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", OF_RELEASED)
 def test_references_are_wired_with_their_masks_and_named(name):
     api = _api(name)
     references = [node["inputs"] for node in api.values() if node["class_type"] == "Qwen21AddReference"]

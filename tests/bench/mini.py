@@ -1,0 +1,193 @@
+"""How well the bundled miniature paints and edits what was kept from its training, and what each shortcut costs.
+
+    python -m tests.bench.mini                    # 200 captions and 200 edits, every row; about 15 minutes on two cores
+    python -m tests.bench.mini --count 40 --rows fp32 int8
+
+Pictures are judged by `qwen21.mini.reader`, not by eye. PSNR is against the first row's pictures, from the same noise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from qwen21 import tiling
+from qwen21.checkpoint.load import ModelFiles, find_dit, find_folder
+from qwen21.checkpoint.quant import Fp8
+from qwen21.mini import WEIGHTS
+from qwen21.mini.model import RESOLUTION
+from qwen21.mini.reader import Verdict, judge
+from qwen21.mini.world import EDITS, Task, draw, random_task
+from qwen21.pipeline import Pipeline
+from qwen21.request import Request
+from tests.tiny_quant import LAYOUTS, pack, write
+
+STEPS = 20
+TURBO = "turbo"
+GROUP = 64  # channels that are rotated together: the miniature's width is no multiple of the usual 256
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run: how the pipeline is made, and what changes of a request."""
+
+    name: str
+    pipeline: Callable[[ModelFiles, Path], Pipeline] = lambda files, folder: Pipeline(files, keep_loaded=True)
+    request: Callable[[Request], Request] = lambda request: request
+    tile: int | None = None  # latent cells
+
+
+def _codec(codec: str) -> Callable[[ModelFiles, Path], Pipeline]:
+    return lambda files, folder: Pipeline(files, codec=codec, keep_loaded=True)
+
+
+def _int8(files: ModelFiles, folder: Path) -> Pipeline:
+    """With the transformer's blocks as int8_convrot."""
+    (source,) = files.dit.checkpoint.files
+    tensors = {name: value.float() for name, value in load_file(source).items()}
+    packed, metadata, _ = pack(tensors, LAYOUTS["int8_convrot"], GROUP)
+    write(folder / source.name, packed, metadata)
+    shutil.copy(source.with_name("config.json"), folder)
+    return Pipeline(replace(files, dit=find_dit(folder)), keep_loaded=True)
+
+
+ROWS = (
+    Row("fp32"),
+    Row("Turbo's sigmas", request=lambda request: replace(request, steps=None, schedule=TURBO)),
+    Row("CFG 2", request=lambda request: replace(request, cfg=2.0, negative=" ")),
+    Row("K/V fp8", _codec("fp8")),
+    Row("K/V fp8_v", _codec("fp8_v")),
+    Row("K/V int8", _codec("int8")),
+    Row("weights fp8", lambda files, _: Pipeline(files, fp8=Fp8(), keep_loaded=True)),
+    Row("weights int8_convrot", _int8),
+    Row("VAE in tiles", tile=3),
+    Row("bf16", lambda files, _: Pipeline(files, torch.bfloat16, keep_loaded=True)),
+)
+
+
+def held_out(kinds: Sequence[str], count: int, seed: int = 1) -> list[Task]:
+    """`count` tasks that training has not seen, kinds in turn."""
+    rng = Random(seed)
+    return [random_task(rng, kinds[i % len(kinds)], held_out=True) for i in range(count)]
+
+
+def request_of(task: Task, seed: int, side: int = RESOLUTION) -> Request:
+    references = tuple(draw(scene, side, side) for scene in task.references)
+    return Request(task.prompt, references=references, steps=STEPS, resolution=side, seed=seed)
+
+
+def paint(pipeline: Pipeline, tasks: Iterable[Task], row: Row) -> Iterator[Image.Image]:
+    for seed, task in enumerate(tasks):
+        result = pipeline.generate(row.request(request_of(task, seed)))
+        picture = result.images[0]
+        if row.tile:
+            vae = pipeline._network("vae")
+            pixels = tiling.decode_tiled(vae, vae.denormalise(result.latents), row.tile)[0]
+            picture = Image.fromarray(((pixels.permute(1, 2, 0) + 1) * 127.5).round().byte().numpy())
+        yield picture
+
+
+def share(right: Iterable[bool]) -> float:
+    values = list(right)
+    return 100 * sum(values) / max(1, len(values))
+
+
+def psnr(pictures: Sequence[Image.Image], others: Sequence[Image.Image]) -> float:
+    """Of all pictures together, colours times alpha."""
+
+    def seen(picture: Image.Image) -> np.ndarray:
+        pixels = np.asarray(picture, float) / 255
+        return np.concatenate([pixels[..., :3] * pixels[..., 3:], pixels[..., 3:]], axis=-1)
+
+    error = np.mean([np.square(seen(a) - seen(b)).mean() for a, b in zip(pictures, others, strict=True)])
+    return -10 * math.log10(error) if error else math.inf
+
+
+def scores(tasks: Sequence[Task], verdicts: Sequence[Verdict]) -> dict[str, float]:
+    """Shares in percent, as the issue of the miniature asks for them."""
+    pairs = list(zip(tasks, verdicts, strict=True))
+    painted = [v for t, v in pairs if t.kind == "paint"]
+    edited = [v for t, v in pairs if t.kind != "paint"]
+    return {
+        "shape, colour": share(v.asked for v in painted),
+        "position": share(v.placed for v in painted),
+        "edit done": share(v.asked and v.placed for v in edited),
+        "rest kept": share(v.kept for v in edited),
+        "alpha": share(v.alpha for t, v in pairs if not t.result.ground),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", type=Path, default=WEIGHTS, help="a miniature's folder; default the bundled one")
+    parser.add_argument("--count", type=int, default=200, help="captions, and as many edits")
+    parser.add_argument("--rows", nargs="+", default=[row.name for row in ROWS], choices=[row.name for row in ROWS])
+    parser.add_argument("--kinds", action="store_true", help="the first row by kinds of edits")
+    parser.add_argument("--sheet", type=Path, help="write the first pictures of the first row to this file")
+    arguments = parser.parse_args()
+    files = find_folder(arguments.model)
+    tasks = held_out(["paint"], arguments.count) + held_out(list(EDITS), arguments.count)
+    base: list[Image.Image] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for row in ROWS:
+            if row.name not in arguments.rows:
+                continue
+            started = time.perf_counter()
+            pipeline = row.pipeline(files, Path(folder))
+            pictures = list(paint(pipeline, tasks, row))
+            verdicts = [judge(task, picture) for task, picture in zip(tasks, pictures, strict=True)]
+            found = scores(tasks, verdicts)
+            if not base:
+                base = pictures
+                print(f"{'':22}" + "".join(f"{name:>15}" for name in found) + f"{'PSNR dB':>10}{'s':>7}")
+                if arguments.sheet:
+                    contact_sheet(tasks, pictures, verdicts).save(arguments.sheet)
+                if arguments.kinds:
+                    by_kind(tasks, verdicts)
+            row_psnr = psnr(pictures, base)
+            line = "".join(f"{value:15.1f}" for value in found.values())
+            print(f"{row.name:22}{line}{row_psnr:10.1f}{time.perf_counter() - started:7.0f}", flush=True)
+
+
+def by_kind(tasks: Sequence[Task], verdicts: Sequence[Verdict]) -> None:
+    for kind in ("paint", *EDITS):
+        of_kind = [v for t, v in zip(tasks, verdicts, strict=True) if t.kind == kind]
+        parts = ", ".join(
+            f"{part} {share(getattr(v, part) for v in of_kind):.0f}" for part in ("asked", "placed", "kept", "alpha")
+        )
+        print(f"  {kind:12} of {len(of_kind)}: {parts}")
+
+
+def contact_sheet(tasks: Sequence[Task], pictures: Sequence[Image.Image], verdicts: Sequence[Verdict]) -> Image.Image:
+    """Half captions, half edits behind their references; what is wrong has a red frame."""
+    rows = []
+    half = len(tasks) // 2
+    for i in [*range(min(half, 32)), *range(half, half + min(half, 32))]:
+        side = RESOLUTION
+        cell = Image.new("RGBA", (3 * side + 8, side + 8), "white" if verdicts[i].right else "red")
+        for x, picture in enumerate([*(draw(scene, side, side) for scene in tasks[i].references), pictures[i]]):
+            checks = Image.new("RGBA", (side, side), (255, 0, 255, 255))
+            checks.alpha_composite(picture)
+            cell.paste(checks, (2 + x * (side + 2), 4))
+        rows.append(cell)
+    width, height = rows[0].size
+    sheet = Image.new("RGBA", (4 * width, math.ceil(len(rows) / 4) * height))
+    for i, cell in enumerate(rows):
+        sheet.paste(cell, (i % 4 * width, i // 4 * height))
+    return sheet
+
+
+if __name__ == "__main__":
+    main()
