@@ -5,4 +5,5 @@ EDIT_NOISES = ("decorrelated", "released")  # where an edit's noise comes from
 CANVASES = ("last", "first", "largest")  # which reference the output's size follows
 SCHEDULES = ("auto", "base", "turbo")
 COMPONENTS = {"transformer": "dit", "text_encoder": "encoder", "vae": "vae"}  # folder of a whole model -> slot
+COMPONENT_FOLDERS = {slot: name for name, slot in COMPONENTS.items()}
 KV_STORAGES = ("auto", "native", "fp8", "fp8_v", "int8")  # how a prefix is kept; see `prefix/codecs.py`

@@ -12,7 +12,7 @@ import torch
 
 from ...qwen21 import mini
 from ...qwen21.errors import UserError
-from ...qwen21.options import COMPONENTS
+from ...qwen21.options import COMPONENT_FOLDERS
 
 if TYPE_CHECKING:
     from ...qwen21.checkpoint.load import Component
@@ -83,7 +83,7 @@ def choices(slot: str) -> list[str]:
     """What a loader's combo lists: files of the slot's folder, whole-model folders, marked by a final slash, and the
     bundled miniature."""
     files = [name for name in folder_paths.get_filename_list(FOLDERS[slot]) if name.endswith(".safetensors")]
-    if slot not in COMPONENTS.values():
+    if slot not in COMPONENT_FOLDERS:
         return files or [NOTHING]
     return [*files, *[f"{name}/" for name in _model_folders()], BUNDLED]
 
@@ -97,7 +97,7 @@ def find(slot: str, choice: str) -> Path:
         raise UserError(f"{choice!r} is not among the files of models/{FOLDERS[slot]}; choose one that is listed")
     if choice == BUNDLED or choice.endswith("/"):
         folder = mini.WEIGHTS if choice == BUNDLED else _model_folders()[choice.rstrip("/")]
-        return folder / {slot: name for name, slot in COMPONENTS.items()}[slot]
+        return folder / COMPONENT_FOLDERS[slot]
     return Path(folder_paths.get_full_path_or_raise(FOLDERS[slot], choice))
 
 

@@ -43,12 +43,7 @@ class DoRA(comfy.weight_adapter.WeightAdapterBase):
         original_weight: Any = None,
     ) -> Tensor:
         up, down, scale, magnitude = self.weights
-        up, down, magnitude = (part.to(weight.device, torch.float32) for part in (up, down, magnitude))
-        plain = weight.float()
-        whole = torch.addmm(plain, up, down, alpha=scale)
-        length = torch.linalg.vector_norm(whole, dim=1)
-        whole *= torch.where(length > 0, magnitude / length, 1.0)[:, None]
-        return torch.lerp(plain, whole, strength).to(weight.dtype)
+        return Adapter(down, up, scale, magnitude).moved(weight, strength)
 
 
 def patch_of(adapter: Adapter) -> comfy.weight_adapter.WeightAdapterBase:

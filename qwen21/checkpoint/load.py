@@ -17,7 +17,7 @@ from ..config import DiTConfig, EncoderConfig, ScheduleConfig, VAEConfig
 from ..config_keys import differences
 from ..dit import DiT
 from ..errors import UserError
-from ..options import COMPONENTS
+from ..options import COMPONENT_FOLDERS
 from ..tokenizer import find_tokenizer
 from ..vae import VAE
 from .detect import SLOTS, Identity, expect
@@ -152,10 +152,9 @@ def find_vae(path: Path | str) -> Component:
 
 def _find(path: Path, slot: str) -> Component:
     if is_file(path / "model_index.json"):
-        name = next(folder for folder, its_slot in COMPONENTS.items() if its_slot == slot)
         raise UserError(
             f"{path}: this is a whole model (it has a model_index.json), expected {SLOTS[slot]}; give it with --model, "
-            f"or name its folder {name}/"
+            f"or name its folder {COMPONENT_FOLDERS[slot]}/"
         )
     checkpoint = open_checkpoint(path)
     identity = expect(checkpoint, slot)
@@ -165,8 +164,8 @@ def _find(path: Path, slot: str) -> Component:
 def component_of(checkpoint: Checkpoint, identity: Identity) -> Component:
     """An undamaged component with the sizes of its config, else those its shapes tell.
 
-    A folder's config is its `config.json`, a file's may lie in its header. `UserError` if config and
-    shapes do not agree wherever shapes tell a size.
+    A folder's config is its `config.json`, a file's may lie in its header. `UserError` if config and shapes do not
+    agree wherever shapes tell a size.
     """
     part, file = Component(checkpoint, identity, identity.config), checkpoint.path / "config.json"
     if checkpoint.files != (checkpoint.path,) and probe(file):

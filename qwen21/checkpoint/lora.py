@@ -48,6 +48,18 @@ class Adapter:
         """`scale * up @ down` [out, in] in fp32."""
         return self.scale * (self.up.to(device, torch.float32) @ self.down.to(device, torch.float32))
 
+    def gain(self, whole: Tensor) -> Tensor:
+        """DoRA's factor of each row [out], fp32: its trained length over that of `whole`, weight plus delta."""
+        length = torch.linalg.vector_norm(whole, dim=1)
+        return torch.where(length > 0, self.magnitude.to(whole.device, torch.float32) / length, 1.0)
+
+    def moved(self, weight: Tensor, strength: float) -> Tensor:
+        """A weight [out, in] so far from its own numbers towards the DoRA's, in its dtype."""
+        plain = weight.float()
+        whole = plain + self.delta(weight.device)
+        whole *= self.gain(whole)[:, None]
+        return torch.lerp(plain, whole, strength).to(weight.dtype)
+
 
 @dataclass(frozen=True, eq=False)
 class Lora:

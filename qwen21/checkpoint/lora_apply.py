@@ -127,9 +127,7 @@ def _gain(layer: nn.Module, adapter: Adapter) -> Tensor | None:
     if adapter.magnitude is None:
         return None
     weight = dequantized(layer)
-    length = torch.linalg.vector_norm(weight.float() + adapter.delta(weight.device), dim=1)
-    gain = adapter.magnitude.to(weight.device, torch.float32) / length
-    return torch.where(length > 0, gain, 1.0)
+    return adapter.gain(weight.float() + adapter.delta(weight.device))
 
 
 def dequantized(layer: nn.Module) -> Tensor:

@@ -17,7 +17,7 @@ from ..request import Request
 from ..writing import write_together
 from . import WEIGHTS
 from .model import RESOLUTION
-from .world import Scene, Shape, draw
+from .world import Scene, Shape, Task, draw
 
 STEPS = 20
 ZOOM = 2
@@ -40,9 +40,11 @@ class Job:
     prompt: str
     references: tuple[Scene, ...] = ()
 
-    def request(self, seed: int) -> Request:
-        pictures = tuple(draw(scene, RESOLUTION, RESOLUTION) for scene in self.references)
-        return Request(self.prompt, references=pictures, steps=STEPS, resolution=RESOLUTION, seed=seed)
+
+def request_of(task: Job | Task, seed: int) -> Request:
+    """Its prompt over its references, at the miniature's size."""
+    pictures = tuple(draw(scene, RESOLUTION, RESOLUTION) for scene in task.references)
+    return Request(task.prompt, references=pictures, steps=STEPS, resolution=RESOLUTION, seed=seed)
 
 
 JOBS = (
@@ -70,7 +72,7 @@ def run(out: Path, progress: Callable[[], Any]) -> list[Path]:
     for seed, job in enumerate(JOBS, 1):
         with progress() as bar:
             watch = Watch(on_step=bar.step, on_stage=bar.stage)
-            results[out / f"{job.name}.png"] = pipeline.generate(job.request(seed), watch)
+            results[out / f"{job.name}.png"] = pipeline.generate(request_of(job, seed), watch)
     paths = write(results)
     sheet = contact_sheet(JOBS, [result.images[0] for result in results.values()])
     path = out / "contact_sheet.png"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..config import LATENT_PIXELS, DiTConfig, EncoderConfig, ScheduleConfig, TextConfig, VAEConfig, VisionConfig
 from ..config_keys import DIT_KEYS, TEXT_KEYS, VAE_KEYS, VISION_KEYS, to_json
+from ..options import COMPONENT_FOLDERS
 from ..prompt import (
     IMAGE_PAD,
     SYSTEM_PROMPT,
@@ -46,7 +47,6 @@ ENCODER = EncoderConfig(
     ),
     VisionConfig(layers=2, width=48, mlp_width=96, heads=2, positions=64, deepstack=(0,), out_width=TEXT_WIDTH),
 )
-FOLDERS = {"dit": "transformer", "vae": "vae", "encoder": "text_encoder"}
 INDEX = {
     "_class_name": "QwenImage21Pipeline",
     "_diffusers_version": "0.42.1",
@@ -89,14 +89,12 @@ SENTENCES = (
 )
 
 
-def write_model(
-    folder: Path, parts: Mapping[str, tuple[Any, Mapping[str, Tensor]]], dtype: torch.dtype = torch.bfloat16
-) -> Path:
-    """Write configs and tensors by slot (dit, vae, encoder), the schedule and the tokenizer into `folder`."""
+def write_model(folder: Path, parts: Mapping[str, tuple[Any, Mapping[str, Tensor]]]) -> Path:
+    """Write configs and tensors, in bf16, by slot (dit, vae, encoder), the schedule and the tokenizer into `folder`."""
     for slot, (config, tensors) in parts.items():
-        place = folder / FOLDERS[slot]
+        place = folder / COMPONENT_FOLDERS[slot]
         place.mkdir(parents=True, exist_ok=True)
-        kept = {name: tensor.detach().to(dtype).contiguous() for name, tensor in tensors.items()}
+        kept = {name: tensor.detach().to(torch.bfloat16).contiguous() for name, tensor in tensors.items()}
         file = "model.safetensors" if slot == "encoder" else "diffusion_pytorch_model.safetensors"
         save_file(kept, place / file, {"format": "pt"})
         _write_json(place / "config.json", config_json(config))

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..checkpoint.load import find_dit, find_encoder, find_vae, load
 from ..tokenizer import load_tokenizer
 from ..vae import VAE as VAENetwork
-from .model import DIT, ENCODER, FOLDERS, VAE, write_model, write_tokenizer
+from .model import DIT, ENCODER, VAE, write_model, write_tokenizer
 from .train_dit import DIT_PLAN, DiTTrainer
 from .train_vae import VAE_PLAN, VAETrainer, fold
 from .training import Training
@@ -63,8 +63,8 @@ def train_dit(work: Path, minutes: float, start: Path | None = None, compiled: b
         torch.manual_seed(DIT_PLAN.seed)
         trainer = DiTTrainer(compiled)
     if start:
-        trainer.dit.load_state_dict(load(find_dit(start / FOLDERS["dit"]), torch.float32).state_dict())
-        trainer.encoder.load_state_dict(load(find_encoder(start / FOLDERS["encoder"]), torch.float32).state_dict())
+        trainer.dit.load_state_dict(load(find_dit(start / "transformer"), torch.float32).state_dict())
+        trainer.encoder.load_state_dict(load(find_encoder(start / "text_encoder"), torch.float32).state_dict())
     training = Training(trainer, DIT_PLAN, work / "dit.safetensors")
     batches = trainer.batches(vae, load_tokenizer(work / "model"), training.step)
     done = training.run(lambda step, rng, generator: trainer.loss(next(batches), generator), minutes)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from ..checkpoint.load import module_of
-from ..images import to_pixels
+from ..config import LATENT_PIXELS
+from ..images import to_vae_pixels
 from ..prompt import Reference, Tokenizer, TokenLayout, layout_tokens, vision_patches
 from ..vae import VAE
 from .joint import run_whole_block, text_states, velocity
@@ -59,7 +60,7 @@ def make_batch(vae: VAE, tokenizer: Tokenizer, rng: Random) -> Batch:
     dropped = rng.random() < DROPPED
     tasks: list[Task] = []
     layouts: list[TokenLayout] = []
-    grid = (1, size[1] // 16, size[0] // 16)
+    grid = (1, size[1] // LATENT_PIXELS, size[0] // LATENT_PIXELS)
     while len(tasks) < BATCH:
         task = random_task(rng, kind)
         layout = layout_tokens(" " if dropped else task.prompt, tokenizer, [grid] * len(task.references))
@@ -77,8 +78,7 @@ def make_batch(vae: VAE, tokenizer: Tokenizer, rng: Random) -> Batch:
 
 
 def _latents(vae: VAE, pictures: list) -> Tensor:
-    pixels = torch.stack([to_pixels(picture) for picture in pictures]).permute(0, 3, 1, 2)
-    return vae.normalise(vae.encode(2 * pixels - 1))
+    return vae.normalise(vae.encode(torch.cat([to_vae_pixels(picture) for picture in pictures])))
 
 
 class Batches(Dataset):

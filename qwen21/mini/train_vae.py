@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from ..config import VAEConfig
 from ..vae import VAE
 from .training import Plan
-from .world import COLORS, KINDS, PLACES, Scene, Shape, draw, random_ground, random_scene, random_shift
-from .world import SIZES as SIZES_OF_SHAPES
+from .world import draw, random_scene
 
 VAE_PLAN = Plan(steps=6000, rate=1.2e-3, hidden=lambda name, value: value.ndim == 4 and min(value.shape[:2]) > 4)
 SIZES = ((96, 96), (128, 128), (128, 96), (96, 128))
@@ -20,13 +19,6 @@ CROP, CROPS = 48, 28  # most steps see crops: what a convolution learns, it lear
 WHOLE_FROM, WHOLES = 0.85, 8  # the last part of the training sees whole pictures
 NOISE = 0.1  # on latents while learning, so that small errors of the transformer stay small
 LATENT_SIZE = 1e-4  # weight of the latents' mean square, which keeps them near unit size
-
-
-def crowd(rng: Random) -> Scene:
-    """A scene with a shape at every place: more to learn from than from empty ground."""
-    kinds, colors, sizes = (lambda names=list(names): rng.choice(names) for names in (KINDS, COLORS, SIZES_OF_SHAPES))
-    shapes = [Shape(kinds(), colors(), sizes(), place, random_shift(rng)) for place in PLACES]
-    return Scene(tuple(shapes), random_ground(rng))
 
 
 def pixels(rng: Random, crop: int | None, count: int) -> Tensor:

@@ -98,7 +98,7 @@ class Optimiser:
 
 
 class Training:
-    """A network that learns, with all that a later run needs to go on: `file` holds it, its `.csv` the losses."""
+    """A network that learns, with all that a later run needs to go on: `file` holds it, its `.png` the loss curve."""
 
     def __init__(self, network: nn.Module, plan: Plan, file: Path):
         self.network, self.plan, self.file = network, plan, file

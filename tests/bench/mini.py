@@ -26,7 +26,9 @@ from safetensors.torch import load_file
 from qwen21 import tiling
 from qwen21.checkpoint.load import ModelFiles, find_dit, find_folder
 from qwen21.checkpoint.quant import Fp8
+from qwen21.images import from_vae_pixels
 from qwen21.mini import WEIGHTS
+from qwen21.mini.demo import request_of
 from qwen21.mini.model import RESOLUTION
 from qwen21.mini.reader import Verdict, judge
 from qwen21.mini.world import EDITS, Task, draw, random_task
@@ -34,7 +36,6 @@ from qwen21.pipeline import Pipeline
 from qwen21.request import Request
 from tests.tiny_quant import LAYOUTS, pack, write
 
-STEPS = 20
 TURBO = "turbo"
 GROUP = 64  # channels that are rotated together: the miniature's width is no multiple of the usual 256
 
@@ -83,19 +84,14 @@ def held_out(kinds: Sequence[str], count: int, seed: int = 1) -> list[Task]:
     return [random_task(rng, kinds[i % len(kinds)], held_out=True) for i in range(count)]
 
 
-def request_of(task: Task, seed: int, side: int = RESOLUTION) -> Request:
-    references = tuple(draw(scene, side, side) for scene in task.references)
-    return Request(task.prompt, references=references, steps=STEPS, resolution=side, seed=seed)
-
-
 def paint(pipeline: Pipeline, tasks: Iterable[Task], row: Row) -> Iterator[Image.Image]:
     for seed, task in enumerate(tasks):
         result = pipeline.generate(row.request(request_of(task, seed)))
         picture = result.images[0]
         if row.tile:
             vae = pipeline._network("vae")
-            pixels = tiling.decode_tiled(vae, vae.denormalise(result.latents), row.tile)[0]
-            picture = Image.fromarray(((pixels.permute(1, 2, 0) + 1) * 127.5).round().byte().numpy())
+            pixels = tiling.decode_tiled(vae, vae.denormalise(result.latents), row.tile)
+            (picture,) = from_vae_pixels(pixels)
         yield picture
 
 

@@ -8,14 +8,11 @@ import torch
 
 from qwen21 import mini
 from qwen21.checkpoint.load import find_folder
-from qwen21.mini.model import RESOLUTION
+from qwen21.mini.demo import request_of
 from qwen21.mini.reader import judge
-from qwen21.mini.world import EDITS, draw, random_task
+from qwen21.mini.world import EDITS, random_task
 from qwen21.pipeline import Pipeline
-from qwen21.request import Request
 from qwen21.sequence import ImageSegment
-
-STEPS = 20
 
 
 @pytest.fixture(scope="module")
@@ -31,11 +28,6 @@ def pipeline(files):
 def fixed(kinds, count):
     """The same held-out tasks every time."""
     return [random_task(Random(f"{kind} {i}"), kind, held_out=True) for kind in kinds for i in range(count)]
-
-
-def request_of(task, seed):
-    references = tuple(draw(scene, RESOLUTION, RESOLUTION) for scene in task.references)
-    return Request(task.prompt, references=references, steps=STEPS, resolution=RESOLUTION, seed=seed)
 
 
 def verdicts(pipeline, tasks):
