@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from .config import MAX_REFERENCES
 from .errors import UserError
-from .options import CANVASES, EDIT_NOISES, KV_STORAGES, SCHEDULES
+from .options import ATTENTIONS, CANVASES, EDIT_NOISES, KV_STORAGES, SCHEDULES
 
 if TYPE_CHECKING:
     from .checkpoint.quant import Fp8
@@ -44,6 +44,11 @@ def add_generate(p: argparse.ArgumentParser) -> None:
         help="LoRAs beside the transformer's weights, each at its strength (1)",
     )
     _add_keep(model)
+    model.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile what lies between the transformer's matrix products: seconds once, then faster steps",
+    )
 
     picture = p.add_argument_group("picture")
     picture.add_argument("--prompt", metavar="P", help="what to paint or to change")
@@ -101,6 +106,12 @@ def add_generate(p: argparse.ArgumentParser) -> None:
         choices=EDIT_NOISES,
         default="decorrelated",
         help="noise of edits: from a moved seed, or the released pipeline's",
+    )
+    sampling.add_argument(
+        "--attention",
+        choices=ATTENTIONS,
+        default="auto",
+        help="auto: the fastest exact kernel of the GPU, by a measurement; sage is faster and not exact",
     )
     sampling.add_argument(
         "--prefix-cache",

@@ -48,21 +48,33 @@ def segment_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, attend: 
 
 
 def prefixed_attention(
-    q: Tensor, k: Tensor, v: Tensor, prefix: Sequence[tuple[Tensor, Tensor]], *, attend: AttentionFunction = sdpa
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    prefix: Sequence[tuple[Tensor, Tensor]] = (),
+    joined: tuple[Tensor, Tensor] | None = None,
+    attend: AttentionFunction = sdpa,
 ) -> Tensor:
     """Queries of a batch of targets over [prefix, target], unmasked: [B, H, n, D].
 
-    q, k, v [B, H, n, D]; `prefix` are keys and values [1, H, m, D] of one piece after another. Rows run one by one in
-    one buffer of a prefix and a target, so a batch holds the prefix once.
+    q, k, v [B, H, n, D]; `prefix` are keys and values [1, H, m, D] of one piece after another, or `joined` has them in
+    one piece with room for n more. Rows run one by one in one buffer of a prefix and a target, so a batch holds the
+    prefix once.
     """
-    if not prefix:
-        return attend(q, k, v)
-    keys, values = (
-        torch.cat([*parts, own[:1]], dim=2) for parts, own in zip(zip(*prefix, strict=True), (k, v), strict=True)
-    )
-    attended = [attend(q[:1], keys, values)]
-    for row in range(1, len(q)):
-        keys[:, :, -k.shape[2] :] = k[row : row + 1]
-        values[:, :, -v.shape[2] :] = v[row : row + 1]
+    if joined is None:
+        if not prefix:
+            return attend(q, k, v)
+        joined = tuple(
+            torch.cat([*parts, own[:1]], dim=2) for parts, own in zip(zip(*prefix, strict=True), (k, v), strict=True)
+        )
+        filled = 1  # rows whose own keys and values are behind the prefix already
+    else:
+        filled = 0
+    keys, values = joined
+    attended = []
+    for row in range(len(q)):
+        if row >= filled:
+            keys[:, :, -k.shape[2] :] = k[row : row + 1]
+            values[:, :, -v.shape[2] :] = v[row : row + 1]
         attended.append(attend(q[row : row + 1], keys, values))
     return attended[0] if len(attended) == 1 else torch.cat(attended)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .dit import DiT
 from .memory import working_bytes
-from .prefix import Origins, Prefix, PrefixInputs, Reuse, content, prefix_for_now, prefix_through, unit_keys
+from .prefix import Joined, Origins, Prefix, PrefixInputs, Reuse, content, prefix_for_now, prefix_through, unit_keys
 from .sequence import PrefixLayout
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class Branch:
         self.plan = plan
         self.check_cancel = check_cancel
         self._prefixes: dict[int, tuple[Prefix, Reuse]] = {}
+        self._joined: dict[int, Joined | None] = {}
 
     def facts(self) -> list[PrefixFacts]:
         """Facts of each different prompt's prefix, computing those that are missing."""
@@ -61,11 +62,29 @@ class Branch:
         """v [B, C, h, w]. Rows of one prompt run as one batch, different prompts one after another."""
         if not self.plan.request.prefix_cache:
             self._prefixes.clear()
+            self._joined.clear()
         result = torch.empty_like(x)
         for prompt in {id(prompt): prompt for prompt in self.prompts}.values():
             rows = [i for i, other in enumerate(self.prompts) if other is prompt]
-            result[rows] = self.dit.denoise(x[rows].to(self.pipeline.dtype), sigma, self._prefix(prompt)[0]).float()
+            prefix = self._prefix(prompt)[0]
+            if id(prompt) not in self._joined:
+                self._joined[id(prompt)] = self._join(prefix, len(rows))
+            joined = self._joined[id(prompt)]
+            result[rows] = self.dit.denoise(x[rows].to(self.pipeline.dtype), sigma, prefix, joined=joined).float()
         return result
+
+    def _join(self, prefix: Prefix, rows: int) -> Joined | None:
+        """The prefix laid out for all steps, where the GPU has room for it beside what a step needs."""
+        pipeline, config = self.pipeline, self.dit.config
+        tokens = self.plan.grid[0] * self.plan.grid[1]
+        free = pipeline.placement(0).free()
+        if free is None or not self.plan.request.prefix_cache:
+            return None
+        needed = Joined.nbytes(config, prefix.length, tokens, pipeline.dtype)
+        working = working_bytes(config, rows, tokens, prefix.layout.unit_tokens, pipeline.dtype)
+        if needed + working > free // 2:  # the other half is for the other branch, and for decoding
+            return None
+        return Joined(prefix, tokens, config.layers, pipeline.device, pipeline.dtype)
 
     def _prefix(self, prompt: EncodedPrompt) -> tuple[Prefix, Reuse]:
         if id(prompt) not in self._prefixes:

@@ -112,6 +112,7 @@ def run_generate(a: argparse.Namespace) -> int:
     from . import outputs, session
     from .checkpoint.load import check_keep
     from .checkpoint.lora import read_lora
+    from .kernels import CompiledKernels
     from .pipeline import Pipeline, Watch
     from .request import make_plan
 
@@ -135,7 +136,10 @@ def run_generate(a: argparse.Namespace) -> int:
     loras = tuple((read_lora(path, files.dit.config), strength) for path, strength in a.lora)
     dtype = outputs.pick_dtype(a.dtype, device)
     pipeline = Pipeline(files, dtype, device, a.kv_device, a.kv_storage, fp8=fp8, loras=loras)
+    pipeline.attention = a.attention
     pipeline.keep_loaded = len(jobs) > 1 and pipeline.fits_together()
+    if a.compile:
+        pipeline.kernels = CompiledKernels()
     for number, job in enumerate(jobs, 1):
         a.done = number - 1
         with session.naming(number, jobs, written=True):
@@ -143,6 +147,8 @@ def run_generate(a: argparse.Namespace) -> int:
             with ProgressBar() as bar:
                 result = pipeline.generate(request, Watch(on_step=bar.step, on_stage=bar.stage))
             outputs.write({job.out: result}, job.save_latent)
+        if number == 1 and a.compile:
+            print(f"qwen21: compiled in {pipeline.kernels.seconds:.1f} s", file=sys.stderr)
         for warning in result.manifest["warnings"]:
             print(f"qwen21: warning: {warning}", file=sys.stderr)
         if len(jobs) > 1:

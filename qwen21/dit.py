@@ -16,15 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import layers
 from .attention import AttentionFunction, prefixed_attention, sdpa, segment_attention
 from .config import DiTConfig
 from .errors import UserError
-from .prefix import NATIVE, Codec, LayerReader, Prefix, Unit
-from .rope import rotate, rotation
+from .kernels import EAGER, Kernels
+from .prefix import NATIVE, Codec, Joined, LayerReader, Prefix, Unit
+from .rope import rotation
 from .sequence import Segment, TextSegment, prefix_layout
 
 TIME_FREQUENCIES = 128
-FP16_MAX = 65504
 # Prefix tokens whose activations are alive at once. A reference of 1024 x 1024 pixels (4096 tokens) and its text are
 # one chunk, as large as the step of a picture of that size.
 PREFILL_CHUNK = 4608
@@ -89,6 +90,7 @@ class Attention(nn.Module):
         super().__init__()
         width = config.width
         self.head_dim = config.head_dim
+        self.fused: Callable[[Tensor], Tensor] | None = None  # q, k and v in one product, see `fused.fuse`
         self.to_q = operations.Linear(width, width, bias=False, **kw)
         self.to_k = operations.Linear(width, width, bias=False, **kw)
         self.to_v = operations.Linear(width, width, bias=False, **kw)
@@ -96,10 +98,15 @@ class Attention(nn.Module):
         self.norm_q = operations.RMSNorm(config.head_dim, eps=config.eps, **kw)
         self.norm_k = operations.RMSNorm(config.head_dim, eps=config.eps, **kw)
 
-    def project(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, turn: Tensor, kernels: Kernels = EAGER) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, S, width] -> rotated q, rotated k and v, each [B, H, S, D]."""
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.to_q, self.to_k, self.to_v))
-        q, k = rotate(self.norm_q(q), turn), rotate(self.norm_k(k), turn)
+        if self.fused is None:
+            projected = (layer(x) for layer in (self.to_q, self.to_k, self.to_v))
+        else:
+            q, k, v = self.fused(x).chunk(3, dim=-1)
+            projected = (q, k, v.contiguous())  # lest the whole product lives as long as v
+        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)
+        q, k = kernels.turned(q, self.norm_q, turn), kernels.turned(k, self.norm_k, turn)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def output(self, attended: Tensor) -> Tensor:
@@ -110,15 +117,15 @@ class Attention(nn.Module):
 class GatedMLP(nn.Module):
     def __init__(self, config: DiTConfig, operations: ModuleType, **kw) -> None:
         super().__init__()
+        self.fused: Callable[[Tensor], Tensor] | None = None
         self.gate_layer = operations.Linear(config.width, config.mlp_width, bias=False, **kw)
         self.proj = operations.Linear(config.width, config.mlp_width, bias=False, **kw)
         self.out = operations.Linear(config.mlp_width, config.width, bias=False, **kw)
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, value = self.gate_layer(x), self.proj(x)
-        if torch.is_grad_enabled():
-            return self.out(F.silu(gate) * value)
-        return self.out(F.silu(gate, inplace=True).mul_(value))  # the largest activations: no second copy of them
+    def forward(self, x: Tensor, kernels: Kernels = EAGER) -> Tensor:
+        if self.fused is not None:
+            return self.out(kernels.gated(*self.fused(x).chunk(2, dim=-1)))
+        return self.out(kernels.gated(self.gate_layer(x), self.proj(x)))
 
 
 class Block(nn.Module):
@@ -130,30 +137,32 @@ class Block(nn.Module):
         self.attn = Attention(config, operations, **kw)
         self.img_mlp = GatedMLP(config, operations, **kw)
 
-    def project(self, x: Tensor, modulation: Modulation, turn: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(
+        self, x: Tensor, modulation: Modulation, turn: Tensor, kernels: Kernels = EAGER
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, S, width] -> q, k, v [B, H, S, D]."""
-        return self.attn.project(F.layer_norm(x, x.shape[-1:], modulation.scale1, eps=self.eps), turn)
+        return self.attn.project(kernels.norm(x, modulation.scale1, self.eps), turn, kernels)
 
-    def finish(self, x: Tensor, attended: Tensor, modulation: Modulation) -> Tensor:
+    def finish(self, x: Tensor, attended: Tensor, modulation: Modulation, kernels: Kernels = EAGER) -> Tensor:
         """x and what its tokens attended to [B, H, S, D] -> the block's output [B, S, width]."""
-        x = torch.addcmul(x, modulation.gate1, self.attn.output(attended))
-        hidden = self.img_mlp(F.layer_norm(x, x.shape[-1:], modulation.scale2, eps=self.eps))
-        x = torch.addcmul(x, modulation.gate2, hidden)
-        return x.clip(-FP16_MAX, FP16_MAX) if x.dtype == torch.float16 else x
+        x, hidden = kernels.residual_norm(x, modulation.gate1, self.attn.output(attended), modulation.scale2, self.eps)
+        return kernels.residual(x, modulation.gate2, self.img_mlp(hidden, kernels))
 
 
 class DiT(nn.Module):
     """Qwen-Image 2.1's transformer. Computes in the dtype of its inputs.
 
-    `operations` is the namespace the layers come from (`Linear`, `RMSNorm`); `attend` the attention function.
+    `operations` is the namespace the layers come from (`Linear`, `RMSNorm`); `attend` the attention function; `kernels`
+    run what lies between the matrix products.
     """
 
     def __init__(
         self,
         config: DiTConfig = DiTConfig(),
         *,
-        operations: ModuleType = nn,
+        operations: ModuleType = layers,
         attend: AttentionFunction = sdpa,
+        kernels: Kernels = EAGER,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -161,6 +170,7 @@ class DiT(nn.Module):
         kw = {"dtype": dtype, "device": device}
         self.config = config
         self.attend = attend
+        self.kernels = kernels
         self.img_in = operations.Linear(config.in_channels, config.width, bias=False, **kw)
         self.txt_in = TextProjection(config, operations, **kw)
         self.time_text_embed = nn.ModuleDict({"timestep_embedder": TimestepEmbedder(config.width, operations, **kw)})
@@ -209,22 +219,31 @@ class DiT(nn.Module):
         return prefix
 
     def denoise(
-        self, target: Tensor, sigma: Tensor | float, prefix: Prefix, *, attend: AttentionFunction | None = None
+        self,
+        target: Tensor,
+        sigma: Tensor | float,
+        prefix: Prefix,
+        *,
+        joined: Joined | None = None,
+        attend: AttentionFunction | None = None,
     ) -> Tensor:
-        """Velocity [B, C, h, w] of target [B, C, h, w] (normalised latents) at noise level sigma, given its prefix."""
+        """Velocity [B, C, h, w] of target [B, C, h, w] (normalised latents) at noise level sigma, given its prefix,
+        which may be `joined` for targets of this size."""
         attend = attend or self.attend
         grid = target.shape[-2:]
         segment = prefix.layout.target(tuple(grid))
         turn = self._rotation(segment, target.device)
         sigma = torch.as_tensor(sigma, dtype=torch.float32, device=target.device)
         embedding, modulation = self._modulate(sigma, target.dtype)
-        before = prefix.reader(target.device, target.dtype)
+        read = prefix.reader(target.device, target.dtype) if joined is None else None
         x = self.img_in(target.flatten(2).transpose(1, 2))  # [B, N, width]
         for layer, block in enumerate(self.transformer_blocks):
-            q, k, v = block.project(x, modulation, turn)
-            x = block.finish(x, prefixed_attention(q, k, v, before(layer), attend=attend), modulation)
+            q, k, v = block.project(x, modulation, turn, self.kernels)
+            attended = prefixed_attention(q, k, v, read(layer) if read else (), joined and joined[layer], attend)
+            x = block.finish(x, attended, modulation, self.kernels)
+            del q, k, v, attended  # before the next layer's
         scale = 1 + self.norm_out["linear"](F.silu(embedding))[0]
-        velocity = self.proj_out(F.layer_norm(x, x.shape[-1:], scale, eps=self.config.eps))
+        velocity = self.proj_out(self.kernels.norm(x, scale, self.config.eps))
         return velocity.transpose(1, 2).unflatten(2, grid)
 
     def _prefill_unit(
@@ -244,7 +263,8 @@ class DiT(nn.Module):
         chunks = _even_spans(x.shape[1], PREFILL_CHUNK)
         for layer, block in enumerate(self.transformer_blocks):
             check_cancel()
-            queries, *own = zip(*(block.project(x[:, chunk], modulation, turn[chunk]) for chunk in chunks), strict=True)
+            projected = (block.project(x[:, chunk], modulation, turn[chunk], self.kernels) for chunk in chunks)
+            queries, *own = zip(*projected, strict=True)
             earlier = zip(*before(layer), strict=True) if start else ((), ())
             keys, values = (torch.cat([*b, *o], dim=2) for b, o in zip(earlier, own, strict=True))
             del own
@@ -262,7 +282,7 @@ class DiT(nn.Module):
                     )
                     for first, stop, seen, causal in _pieces(segments, chunk, start)
                 ]
-                x[:, chunk] = block.finish(x[:, chunk], torch.cat(attended, dim=2), modulation)
+                x[:, chunk] = block.finish(x[:, chunk], torch.cat(attended, dim=2), modulation, self.kernels)
             del queries, keys, values, earlier, q, attended  # before the next layer's are joined
 
     def _embed(self, segment: Segment, text: Tensor, references: Sequence[Tensor]) -> Tensor:

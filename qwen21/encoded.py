@@ -10,11 +10,14 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from torch import Tensor
 
 from .prefix import TextOrigin
+from .ram import available_ram
 
 if TYPE_CHECKING:
-    from .encoder import TextStates
+    from .encoder import Head, TextStates
 
 T = TypeVar("T")
+
+HEAD_SHARE = 8  # a head is kept while so many of its size are free in RAM
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +34,17 @@ class EncodedReference:
 
     latent: Tensor
     origin: str
+
+
+class KeptHeads(dict[tuple[str, ...], "Head"]):
+    """Heads of the references that were read last, by their digests: what `TextEncoder.encode` reads and fills."""
+
+    def settle(self, digests: tuple[str, ...]) -> None:
+        """Keep one alone, in RAM, if it may: a new prompt behind the same references is the one case that needs it."""
+        head = self.get(digests)
+        self.clear()
+        if head is not None and HEAD_SHARE * head.nbytes <= available_ram():
+            self[digests] = head.to("cpu")
 
 
 class Remembered(Generic[T]):

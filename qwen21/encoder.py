@@ -8,17 +8,19 @@ and 5.x. So this module holds nothing but layers of the injected namespace: no b
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from . import layers
 from .config import LATENT_PIXELS, EncoderConfig
-from .config_keys import TEXT_KEYS, VISION_KEYS, to_json
 from .errors import UserError
 from .prompt import TEMPORAL_PATCH, VISION_MERGE, Reference, Tokenizer, TokenLayout, layout_tokens, vision_patches
+from .skeleton import inject, meta_skeleton, plain
 
 MAX_TOKENS = 262144  # positions that Qwen3-VL was made for; source: `max_position_embeddings` of the released config
 VISION_ROPE_BASE = 10000.0
@@ -33,6 +35,37 @@ class VisionFeatures:
 
     embeds: Tensor
     deepstack: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """All that stands before a prompt, template and references, as the language model left it: states [n, width], and
+    each layer's rotated keys and values [1, H, n, D]. Nothing in it depends on the prompt."""
+
+    states: Tensor
+    layers: tuple[tuple[Tensor, Tensor], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.states.nbytes + sum(part.nbytes for layer in self.layers for part in layer)
+
+    def to(self, device: torch.device | str) -> Head:
+        return Head(self.states.to(device), tuple((k.to(device), v.to(device)) for k, v in self.layers))
+
+
+@dataclass
+class _Cache:
+    """What transformers' attention layers call a cache: they hand over their keys and values, and attend to these."""
+
+    head: Head | None = None
+    made: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if self.head is None:
+            self.made.append((keys, values))
+            return keys, values
+        before = self.head.layers[layer]
+        return torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +94,7 @@ class TextEncoder(nn.Module):
         self,
         config: EncoderConfig = EncoderConfig(),
         *,
-        operations: Any = nn,
+        operations: Any = layers,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         compute_dtype: torch.dtype | None = None,
@@ -70,11 +103,11 @@ class TextEncoder(nn.Module):
         _check_patches(config)
         self.config = config
         self.compute_dtype = compute_dtype or dtype or torch.float32
-        skeleton = _meta_skeleton(config)
+        skeleton = meta_skeleton(config)
         # Plain modules: a `PreTrainedModel` has properties that a host cannot set.
-        self.language_model = _plain(skeleton.language_model, "embed_tokens", "layers")
-        self.visual = _plain(skeleton.visual, "patch_embed", "pos_embed", "blocks", "merger", "deepstack_merger_list")
-        _inject(self, operations, dtype=dtype, device=device)
+        self.language_model = plain(skeleton.language_model, "embed_tokens", "layers")
+        self.visual = plain(skeleton.visual, "patch_embed", "pos_embed", "blocks", "merger", "deepstack_merger_list")
+        inject(self, operations, dtype=dtype, device=device)
         self.eval()
 
     def encode_vision(
@@ -112,27 +145,62 @@ class TextEncoder(nn.Module):
     def forward(
         self,
         layout: TokenLayout,
-        features: Sequence[VisionFeatures] = (),
+        head: Head | None = None,
         *,
         device: torch.device | str = "cpu",
         check_cancel: Callable[[], None] | None = None,
     ) -> Tensor:
-        """States [S, width] of all S tokens, before the final norm, computed on `device`."""
-        ids = torch.tensor([layout.ids], device=device)
-        hidden = self.language_model.embed_tokens(ids).to(self.compute_dtype)  # [1, S, width]
-        for span, picture in zip(layout.images, features, strict=True):
-            hidden[0, span.start : span.stop] = picture.embeds.to(hidden)
-        text = self.config.text
-        rope = text_rope(layout.positions().to(device), text.rope_base, text.head_dim, text.mrope_sections)
+        """States [S, width] of all S tokens, before the final norm, computed on `device`.
+
+        `head` is what `read_head` makes of the layout's references, where it has some.
+        """
+        start = layout.images[-1].stop if layout.images else 0
+        rest = range(start, len(layout.ids))
+        states = self._read(layout, rest, (), head and _Cache(head), device, check_cancel)
+        return states if head is None else torch.cat([head.states, states])
+
+    def read_head(
+        self,
+        layout: TokenLayout,
+        features: Sequence[VisionFeatures],
+        *,
+        device: torch.device | str = "cpu",
+        check_cancel: Callable[[], None] | None = None,
+    ) -> Head:
+        """What all prompts behind these references share. Read by itself, so that it is bit-equal behind any prompt."""
+        cache = _Cache()
+        states = self._read(layout, range(layout.images[-1].stop), features, cache, device, check_cancel)
+        return Head(states, tuple(cache.made))
+
+    def _read(
+        self,
+        layout: TokenLayout,
+        span: range,
+        features: Sequence[VisionFeatures],
+        cache: _Cache | None,
+        device: torch.device | str,
+        check_cancel: Callable[[], None] | None,
+    ) -> Tensor:
+        """States [n, width] of the n tokens of a span, behind the head in the `cache`."""
+        ids = torch.tensor([layout.ids[span.start : span.stop]], device=device)
+        hidden = self.language_model.embed_tokens(ids).to(self.compute_dtype)  # [1, n, width]
+        pictures = list(zip(layout.images, features, strict=True)) if features else []
+        for place, picture in pictures:
+            hidden[0, place.start : place.stop] = picture.embeds.to(hidden)
+        text, positions = self.config.text, layout.positions()[:, span.start : span.stop]
+        rope = text_rope(positions.to(device), text.rope_base, text.head_dim, text.mrope_sections)
         cos, sin = (part.to(hidden.dtype) for part in rope)
+        mask = None  # without one, transformers' sdpa is causal
+        if span.start:
+            mask = torch.ones(len(span), span.stop, dtype=torch.bool, device=device).tril(span.start)[None, None]
+        kept = {} if cache is None else {_cache_name(self.language_model.layers[0]): cache}
         for i, layer in enumerate(self.language_model.layers):
             if check_cancel:
                 check_cancel()
-            # Without a mask, transformers' sdpa is causal.
-            hidden = layer(hidden, position_embeddings=(cos, sin), attention_mask=None)
-            for span, picture in zip(layout.images, features, strict=True):
+            hidden = layer(hidden, position_embeddings=(cos, sin), attention_mask=mask, **kept)
+            for place, picture in pictures:
                 if i < len(picture.deepstack):
-                    hidden[0, span.start : span.stop] += picture.deepstack[i].to(hidden)
+                    hidden[0, place.start : place.stop] += picture.deepstack[i].to(hidden)
         return hidden[0]
 
     @torch.no_grad()
@@ -145,29 +213,45 @@ class TextEncoder(nn.Module):
         device: torch.device | str = "cpu",
         keep_image_pads: bool = False,
         features: MutableMapping[str, VisionFeatures] | None = None,
+        heads: MutableMapping[tuple[str, ...], Head] | None = None,
         check_cancel: Callable[[], None] | None = None,
     ) -> TextStates:
         """Text states of a prompt behind its references, computed on `device`, in the compute dtype.
 
-        `features` is read and filled, by the references' digests: pass the same dictionary for the negative prompt and
-        no picture is looked at twice. `UserError` if the prompt is too long or the tokenizer another model's.
+        `features` and `heads` are read and filled, by the references' digests: pass the same dictionaries for the
+        negative prompt, or the next one, and no picture is looked at twice, nor read again. `UserError` if the prompt
+        is too long or the tokenizer another model's.
         """
         sizes = [(1, reference.height, reference.width) for reference in references]
         layout = layout_tokens(prompt, tokenizer, sizes)
         self._check_tokens(layout)
-        features = {} if features is None else features
-        for reference in references:
-            if reference.digest not in features:
-                patches, grid = vision_patches(reference.over_white)
-                features[reference.digest] = self.encode_vision(patches.to(device), grid, check_cancel=check_cancel)
-        pictures = [features[reference.digest] for reference in references]
-        states = self(layout, pictures, device=device, check_cancel=check_cancel)
         digests = tuple(reference.digest for reference in references)
+        head = None if heads is None else heads.get(digests)
+        pictures = [] if head else self._look(references, {} if features is None else features, device, check_cancel)
+        if references and head is None:
+            head = self.read_head(layout, pictures, device=device, check_cancel=check_cancel)
+            if heads is not None:
+                heads[digests] = head
+        states = self(layout, head and head.to(device), device=device, check_cancel=check_cancel)
         if keep_image_pads:
             slots = tuple(span.start - layout.drop for span in layout.images)
             return TextStates(states[layout.drop :], slots, layout, digests)
         kept = torch.tensor(layout.kept, device=states.device)
         return TextStates(states[kept], layout.image_slots, layout, digests)
+
+    def _look(
+        self,
+        references: Sequence[Reference],
+        features: MutableMapping[str, VisionFeatures],
+        device: torch.device | str,
+        check_cancel: Callable[[], None] | None,
+    ) -> list[VisionFeatures]:
+        """Features of the references, those that are missing looked at now."""
+        for reference in references:
+            if reference.digest not in features:
+                patches, grid = vision_patches(reference.over_white)
+                features[reference.digest] = self.encode_vision(patches.to(device), grid, check_cancel=check_cancel)
+        return [features[reference.digest] for reference in references]
 
     def _check_tokens(self, layout: TokenLayout) -> None:
         if len(layout.ids) > MAX_TOKENS:
@@ -182,6 +266,11 @@ class TextEncoder(nn.Module):
             )
 
 
+def _cache_name(layer: nn.Module) -> str:
+    """What a layer calls its cache: newer versions of transformers renamed it."""
+    return "cache" if "cache" in inspect.signature(layer.forward).parameters else "past_key_values"
+
+
 def _check_patches(config: EncoderConfig) -> None:
     vision = config.vision
     got = (vision.patch, vision.temporal_patch, vision.merge)
@@ -190,58 +279,6 @@ def _check_patches(config: EncoderConfig) -> None:
             f"the encoder's vision patch, frames and merge are {got}, expected "
             f"{(LATENT_PIXELS, TEMPORAL_PATCH, VISION_MERGE)} (Qwen3-VL); is this another model?"
         )
-
-
-# --- building ------------------------------------------------------------------------------------------------------
-
-
-def _meta_skeleton(config: EncoderConfig) -> nn.Module:
-    """transformers' Qwen3VLModel of these sizes, without storage."""
-    try:
-        from transformers import Qwen3VLConfig, Qwen3VLModel
-    except ImportError as error:
-        raise UserError(
-            f"the text encoder needs the package transformers, 4.57 or newer ({error}); update it"
-        ) from error
-    text_config = to_json(TEXT_KEYS, config.text, without={"rope_base", "mrope_sections"})
-    # Rope is ours; 4.57 cannot be built without this entry, 5.x reads it too.
-    text_config["rope_scaling"] = {"rope_type": "default", "mrope_section": list(config.text.mrope_sections)}
-    vision_config = to_json(VISION_KEYS, config.vision)
-    with torch.device("meta"):
-        return Qwen3VLModel(
-            Qwen3VLConfig(text_config=text_config, vision_config=vision_config, attn_implementation="sdpa")
-        )
-
-
-def _plain(model: nn.Module, *names: str) -> nn.Module:
-    """A bare module with these children of a model."""
-    plain = nn.Module()
-    for name in names:
-        plain.add_module(name, getattr(model, name))
-    return plain
-
-
-def _inject(module: nn.Module, operations: Any, **where: Any) -> None:
-    """Replaces every holder of parameters below `module` by the same layer of `operations`."""
-    for name, child in module.named_children():
-        if isinstance(child, nn.Linear):
-            new = operations.Linear(child.in_features, child.out_features, bias=child.bias is not None, **where)
-        elif isinstance(child, nn.Embedding):
-            new = operations.Embedding(child.num_embeddings, child.embedding_dim, **where)
-        elif isinstance(child, nn.LayerNorm):
-            new = operations.LayerNorm(child.normalized_shape, eps=child.eps, **where)
-        elif isinstance(child, nn.Conv3d):
-            new = operations.Conv3d(
-                child.in_channels, child.out_channels, child.kernel_size, stride=child.stride, **where
-            )
-        elif type(child).__name__.endswith("RMSNorm"):
-            new = operations.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon, **where)
-        else:
-            if next(child.parameters(recurse=False), None) is not None:
-                raise TypeError(f"{type(child).__name__} holds parameters, and no layer is known to replace it")
-            _inject(child, operations, **where)
-            continue
-        setattr(module, name, new)
 
 
 # --- positions -----------------------------------------------------------------------------------------------------

@@ -59,7 +59,8 @@ def build_manifest(pipeline: Pipeline, plan: Plan, text: TextStates, prefixes: l
         "dtype": str(pipeline.dtype).removeprefix("torch."),
         "fp8": pipeline.fp8 and {"keep": list(pipeline.fp8.keep)},
         "device": pipeline.device.type,
-        "attention": "sdpa",
+        "attention": pipeline.attention_name,
+        "kernels": pipeline.kernels.name,
         "prefix": {
             "cache": request.prefix_cache,
             "codec": ", ".join(dict.fromkeys(prefix.reuse.codec for prefix in prefixes)),

@@ -163,13 +163,13 @@ def step_activations(
     reading = _Reading.of(config, units, dtype, codec, away)
     joined = 2 * (sum(units) + tokens) * wide if units else 0
     moments = (
-        # x, its norm, q k v plain, the last layer's q k v, rotated q, normed k, and the rotation of k
-        rows * (10 * wide + _rotating(config, dtype)),
+        # x, its norm, q k v plain, rotated q, normed k, and the rotation of k
+        rows * (7 * wide + _rotating(config, dtype)),
         rows * 4 * wide + reading.peak,  # x, q k v
         # and what each row attended to; several rows are joined in the end
         rows * (5 if batch == 1 else 6) * wide + reading.left + joined,
-        # x before and after attention, q k v, what was attended to, the norm, gate and value, the MLP's output
-        rows * (8 + 2 * config.mlp_ratio) * wide,
+        # x before and after attention, q k v, what was attended to, the norm, gate and value
+        rows * (7 + 2 * config.mlp_ratio) * wide,
     )
     return max(moments) + reading.ahead + _constant(config, tokens, dtype)
 
@@ -208,8 +208,8 @@ def _unit_activations(
         2 * inputs + reading.peak,
         2 * inputs + reading.left + everything,
         inputs + everything + reading.keys + (inputs if earlier else 0) + _encoding(config, tokens, dtype, codec),
-        # the last chunk's MLP: what was attended to twice, x after it, the norm, gate and value, the output
-        inputs + chunk * (5 + 2 * config.mlp_ratio) * wide + unstored + reading.keys,
+        # the last chunk's MLP: what was attended to twice, x after it, the norm, gate and value
+        inputs + chunk * (4 + 2 * config.mlp_ratio) * wide + unstored + reading.keys,
     )
     return max(moments) + reading.ahead + _constant(config, tokens, dtype)
 
@@ -259,7 +259,10 @@ def reading_activations(config: EncoderConfig, patches: Sequence[int], tokens: i
     attention = 2 * text.width + 4 * queries + 2 * keys
     mlp = 3 * text.width + 3 * text.mlp_width
     rope = 2 * text.head_dim * (FP32 + (size if size < FP32 else 0))
-    return max(peak, features + last + tokens * (max(attention, mlp) * size + rope))
+    # References are read first, and the prompt behind their keys and values.
+    head = sum(patches) // vision.merge**2
+    kept, longest = 2 * text.layers * keys * head * size, max(head, tokens - head)
+    return max(peak, features + last + kept + longest * (max(attention, mlp) * size + rope))
 
 
 def _vision_values(config: EncoderConfig, dtype: torch.dtype) -> int:

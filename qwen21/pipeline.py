@@ -17,13 +17,17 @@ from PIL import Image
 from torch import Tensor
 
 from . import images, memory, tiling
+from .attention import AttentionFunction
+from .backends import Shape, choose
 from .branch import Branch, PrefixFacts
 from .checkpoint import load
 from .checkpoint.lora import Lora
 from .checkpoint.lora_apply import apply_loras
 from .dit import DiT
-from .encoded import EncodedPrompt, EncodedReference, Remembered
+from .encoded import EncodedPrompt, EncodedReference, KeptHeads, Remembered
 from .errors import UserError
+from .fused import fuse
+from .kernels import EAGER, Kernels
 from .manifest import build_manifest
 from .prefix import ModelIdentity, Placement, Store, Unit, text_origin
 from .prefix.placement import RAM
@@ -73,10 +77,14 @@ class Pipeline:
     keep_loaded: bool = False
     loras: Sequence[tuple[Lora, float]] = ()  # with their strengths
     fp8: Fp8 | None = None  # block linears that are not quantized yet are kept in fp8
+    kernels: Kernels = EAGER
+    attention: str = "auto"  # see `backends.choose`
     store: Store = field(default_factory=lambda: Store(memory.store_budget()))
+    _attend: tuple[str, AttentionFunction] | None = field(default=None, repr=False)
     _loaded: dict[str, tuple[Any, str]] = field(default_factory=dict, repr=False)
     # A few MiB each at most.
     _prompts: Remembered[EncodedPrompt] = field(default_factory=lambda: Remembered(32), repr=False)
+    _heads: tuple[str, KeptHeads] = field(default_factory=lambda: ("", KeptHeads()), repr=False)  # and what made them
     _references: Remembered[EncodedReference] = field(default_factory=lambda: Remembered(64), repr=False)
 
     @torch.inference_mode()
@@ -118,6 +126,7 @@ class Pipeline:
                 plan.references,
                 device=self.device,
                 features=vision,
+                heads=self._heads_now(),
                 check_cancel=watch.check_cancel,
             )
             if not bool(torch.isfinite(text.states).all()):
@@ -131,8 +140,16 @@ class Pipeline:
             return ids[prompt], digests, self._made_by("encoder")
 
         made = {prompt: self._prompts.get(partial(key, prompt), partial(encode, prompt)) for prompt in prompts}
+        if self._heads[1]:
+            self._heads[1].settle(digests if self.keep_loaded else ())
         negative = made[plan.request.negative] if plan.guided else None
         return [made[prompt] for prompt in plan.request.prompt_list], negative
+
+    def _heads_now(self) -> KeptHeads:
+        """Those of the encoder as it is loaded."""
+        if self._heads[0] != (made_by := self._made_by("encoder")):
+            self._heads = made_by, KeptHeads()
+        return self._heads[1]
 
     def _encode_references(self, plan: Plan, watch: Watch) -> list[EncodedReference]:
         if not plan.references:
@@ -176,6 +193,7 @@ class Pipeline:
         """The denoised latent [B, 64, h, w] and facts of the prefixes behind which it was denoised, positive first."""
         watch.on_stage("reading the transformer")
         dit: DiT = self._network("dit")
+        self._speed_up(dit, plan, watch)
         watch.on_stage("prefilling")
 
         def branch(sides: list[EncodedPrompt]) -> Branch:
@@ -199,6 +217,18 @@ class Pipeline:
         # Facts, not the prefixes: those would stay on the device while the picture is decoded.
         return latent, facts
 
+    def _speed_up(self, dit: DiT, plan: Plan, watch: Watch) -> None:
+        """Give a transformer its kernels, once for all runs."""
+        if not self.kernels.ready:
+            watch.on_stage("compiling")
+            self.kernels.prepare(dit.config, self.dtype, self.device)
+        if self._attend is None:
+            tokens = plan.grid[0] * plan.grid[1]
+            references = sum(reference.width * reference.height for reference in plan.references)
+            shape = Shape(tokens, tokens + references, dit.config.heads, dit.config.head_dim)
+            self._attend = choose(self.attention, shape, self.dtype, self.device)
+        dit.kernels, dit.attend = self.kernels, self._attend[1]
+
     def _decode(self, latent: Tensor, watch: Watch) -> list[Image.Image]:
         """Latents [B, 64, h, w] to RGBA pictures, one after another."""
         watch.on_stage("decoding")
@@ -220,6 +250,8 @@ class Pipeline:
             network = load.load(part, dtype, self.device, fp8=self.fp8)
             if name == "dit":
                 apply_loras(network, self.loras)
+                if self.device.type == "cuda":
+                    fuse(network)
             self._loaded[name] = network, made_by
         return self._loaded[name][0]
 
@@ -253,6 +285,11 @@ class Pipeline:
         total = sum(memory.weight_bytes(part, self.dtype, self.fp8) for part in self.files.parts)
         free = self._free_bytes()
         return total <= (memory.available_ram() if free is None else free) // 2
+
+    @property
+    def attention_name(self) -> str:
+        """The kernel that the last run attended with."""
+        return self.attention if self._attend is None else self._attend[0]
 
     @property
     def _vae_dtype(self) -> torch.dtype:

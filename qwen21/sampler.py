@@ -82,10 +82,21 @@ def sample(
     """Euler from noise [B, C, h, w] along sigmas [n + 1]; returns the normalised latent, fp32.
 
     `cfg` holds a value per step; v = v_neg + cfg (v_pos - v_neg) where it guides and `negative` is given. `on_step` is
-    called with (steps done, steps, latent) after each. Raises `UserError` at the first non-finite latent.
+    called with (steps done, steps, latent) after each. Raises `UserError` for the first non-finite latent, on a GPU one
+    step later.
     """
     levels = sigmas.tolist()
     steps = len(levels) - 1
+    finite: list[Tensor] = []  # of each step, read once the next one is on its way: a GPU never waits for its answer
+
+    def check(done: int) -> None:
+        if not bool(finite[done]):
+            raise UserError(
+                f"the latent is not finite after step {done + 1} of {steps} (sigma {levels[done]:g}): the "
+                "transformer's file holds NaN or infinite weights, or they overflow in this dtype; check the file, or "
+                "try another dtype"
+            )
+
     x = noise if start is None else levels[0] * noise + (1 - levels[0]) * start.latent
     for i in range(steps):
         check_cancel()
@@ -98,10 +109,11 @@ def sample(
         if start is not None and start.mask is not None:
             kept = levels[i + 1] * noise + (1 - levels[i + 1]) * start.latent
             x = start.mask * x + (1 - start.mask) * kept
-        if not bool(torch.isfinite(x).all()):
-            raise UserError(
-                f"the latent is not finite after step {i + 1} of {steps} (sigma {levels[i]:g}): the transformer's file "
-                "holds NaN or infinite weights, or they overflow in this dtype; check the file, or try another dtype"
-            )
+        finite.append(torch.isfinite(x).all())
+        if x.device.type == "cpu":
+            check(i)
+        elif i:
+            check(i - 1)
         on_step(i + 1, steps, x)
+    check(steps - 1)
     return x

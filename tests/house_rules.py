@@ -14,6 +14,7 @@ from functools import cached_property
 
 RUNTIME = {"torch", "safetensors", "transformers", "einops", "PIL", "numpy"}
 HOST = {"comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "nodes", "execution", "server"}
+OPTIONAL = {"sageattention"}  # used where it is installed
 PEERS = {"diffusers", "torchvision", "accelerate"}
 UNSAFE = {"pickle", "dill", "joblib", "shelve", "marshal", "subprocess", "pip", "ensurepip"}
 
@@ -120,7 +121,9 @@ def library_imports(source: Source) -> list[str]:
             problem = "is not a runtime package; it serves tests only"
         elif top == "transformers" and not found.lazy:
             problem = "belongs inside the function that loads the encoder"
-        elif top not in RUNTIME and top not in sys.stdlib_module_names:
+        elif top in OPTIONAL and not found.lazy:
+            problem = "is of an optional package; it belongs inside the function that tries it"
+        elif top not in RUNTIME | OPTIONAL and top not in sys.stdlib_module_names:
             problem = "is not in requirements.txt"
         else:
             problem = ""

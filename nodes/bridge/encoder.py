@@ -14,6 +14,7 @@ import folder_paths
 import torch
 
 from ...qwen21.checkpoint.load import fill, find_encoder, module_of
+from ...qwen21.encoded import KeptHeads
 from ...qwen21.errors import UserError
 from ...qwen21.prompt import Reference
 from .host import check_cancel, precision, stored_as
@@ -33,6 +34,7 @@ class Qwen21Encoder:
         module = patcher.model  # what its states depend on besides their inputs
         self.identity = f"{fingerprint} {module.compute_dtype} {patcher.load_device.type}"
         self._features: OrderedDict[str, Any] = OrderedDict()
+        self._heads = KeptHeads()
 
     def encode(self, prompt: str, references: Sequence[Reference] = (), keep_image_pads: bool = False) -> Any:
         """`TextStates` of a prompt behind its references, on the encoder's device."""
@@ -47,9 +49,12 @@ class Qwen21Encoder:
             device=device,
             keep_image_pads=keep_image_pads,
             features=self._features,
+            heads=self._heads,
             check_cancel=check_cancel,
         )
-        for reference in references:  # kept in RAM: nothing would ever take them off the device
+        self._heads.settle(text.digests)
+        # Kept in RAM: nothing would ever take them off the device.
+        for reference in (each for each in references if each.digest in self._features):
             features = self._features[reference.digest]
             embeds, deepstack = features.embeds.cpu(), tuple(part.cpu() for part in features.deepstack)
             self._features[reference.digest] = replace(features, embeds=embeds, deepstack=deepstack)

@@ -15,10 +15,8 @@ import comfy.patcher_extension
 import comfy.sample
 import comfy.supported_models_base
 import torch
-from comfy.ldm.modules.attention import optimized_attention
 from torch import Tensor
 
-from ...qwen21.attention import sdpa
 from ...qwen21.checkpoint.load import Component, fill, find_dit, folder_schedule
 from ...qwen21.config import LATENT_PIXELS, LATENTS_MEAN, LATENTS_STD, ScheduleConfig
 from ...qwen21.dit import DiT
@@ -28,12 +26,11 @@ from ...qwen21.prefix import Prefix
 from ...qwen21.schedule import official_grid
 from .condition import Condition, condition_of
 from .host import check_cancel, precision, stored_as
+from .options import Compiler, attention, refuse_unsupported
 from .prefixes import OPTIONS, PrefixStore, note_reuse
 from .quantized import LAYERS, is_quantized, largest_weight, patcher_class, refuse_saving
 
 log = logging.getLogger(__name__)
-
-UNSUPPORTED_PATCHES = ("single_block", "post_input", "attn1_patch", "double_block")
 
 
 class _Channels(int):
@@ -113,7 +110,9 @@ class ComfyDiT(DiT):
     def __init__(self, config: Any, *, dtype: torch.dtype, device: Any, operations: Any, **_: Any) -> None:
         super().__init__(config, operations=operations, dtype=dtype, device=device)
         self.dtype = dtype
+        self._compiler = Compiler()
 
+    @torch.compiler.disable  # of TorchCompileModel's graph nothing would be left; see `Compiler`
     def forward(
         self,
         x: Tensor,
@@ -128,58 +127,29 @@ class ComfyDiT(DiT):
         executor = comfy.patcher_extension.WrapperExecutor.new_class_executor(self._forward, self, wrappers)
         return executor.execute(x, timestep, context, control, options, **kwargs)
 
-    @torch.compiler.disable
     def _forward(
         self, x: Tensor, timestep: Tensor, context: Any, control: Any, options: dict[str, Any], **kwargs: Any
     ) -> Tensor:
         """Velocity [B, 64, h, w]. Rows of the batch share the prefix of their condition."""
         condition = kwargs.get("qwen21")
-        _refuse_unsupported(control, options, condition)
+        refuse_unsupported(control, options, condition)
+        self.kernels = self._compiler.kernels(self.config, x, options)
         velocity = torch.empty_like(x)
         for row, rows in condition.rows(x.shape[0]):
             prefix = self._prefix(condition, row, x, options)
-            velocity[rows] = self.denoise(x[rows], timestep[0], prefix, attend=_attention(options))
+            velocity[rows] = self.denoise(x[rows], timestep[0], prefix, attend=attention(options))
         return velocity
 
     def _prefix(self, condition: Condition, row: int, x: Tensor, options: dict[str, Any]) -> Prefix:
         """The prefix of one text of the condition: found or computed in a run's first step, let go at its end."""
         if row in condition.prefixes:
             return condition.prefixes[row]
-        prefilling = {"attend": _attention(options), "check_cancel": check_cancel}
+        prefilling = {"attend": attention(options), "check_cancel": check_cancel}
         prefix, reuse = condition.model.prefix_store.prefix(condition, row, x, options, prefilling)
         condition.reuse.setdefault(row, reuse)
         if reuse.kind != "off":
             condition.prefixes[row] = prefix
         return prefix
-
-
-def _refuse_unsupported(control: Any, options: dict[str, Any], condition: Condition | None) -> None:
-    if condition is None:
-        raise UserError("the Qwen-Image 2.1 MODEL got no conditioning; wire Qwen21EncodePrompt into positive")
-    if control is not None:
-        raise UserError("ControlNets do not exist for Qwen-Image 2.1; remove the Apply ControlNet node")
-    patches = [*options.get("patches", {}), *options.get("patches_replace", {}).get("dit", {})]
-    replaced = bool(options.get("patches_replace", {}).get("dit"))
-    named = [name for name in UNSUPPORTED_PATCHES if name in patches]
-    if replaced or named:
-        what = ", ".join(named) or "patches_replace.dit"
-        raise UserError(
-            f"a node patches the transformer's blocks ({what}), which this MODEL does not support: its prefix is "
-            "computed apart from its steps; remove that node"
-        )
-
-
-def _attention(options: dict[str, Any]) -> Any:
-    """ComfyUI's chosen attention, overrides included; masked text stays with PyTorch's, which handles masks right."""
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        if mask is not None or causal:
-            return sdpa(q, k, v, mask=mask, causal=causal)
-        return optimized_attention(
-            q, k, v, q.shape[1], skip_reshape=True, skip_output_reshape=True, transformer_options=options
-        )
-
-    return attend
 
 
 class OpaqueCond(comfy.conds.CONDRegular):

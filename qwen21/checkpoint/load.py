@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import layers
 from ..checked import printable, sample_sigmas, short
 from ..config import DiTConfig, EncoderConfig, ScheduleConfig, VAEConfig
 from ..config_keys import differences
@@ -209,7 +210,9 @@ def own_dtype(part: Component) -> torch.dtype:
     return DTYPES.get(counts.most_common(1)[0][0], torch.float32) if counts else torch.bfloat16
 
 
-def module_of(slot: str, config: Any, operations: ModuleType = nn, dtype: torch.dtype | None = None, **kw) -> nn.Module:
+def module_of(
+    slot: str, config: Any, operations: ModuleType = layers, dtype: torch.dtype | None = None, **kw
+) -> nn.Module:
     """The network of a slot on the meta device: its parameters have shapes and no bytes."""
     kw |= {"operations": operations, "dtype": dtype, "device": "meta"}
     if slot == "dit":
@@ -225,7 +228,7 @@ def load(
     part: Component,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
-    operations: ModuleType = nn,
+    operations: ModuleType = layers,
     fp8: Fp8 | None = None,
     **kw,
 ) -> nn.Module:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..layers import linear
 from .packing import GROUPS
 
 E4M3 = torch.float8_e4m3fn
@@ -164,7 +165,7 @@ def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, rotatio
         product = fp8_matmul(x, packed.data, packed.scale)
         if product is not None:
             return product if bias is None else product + bias
-    return F.linear(x, scaled(packed, x.dtype), bias)
+    return linear(x, scaled(packed, x.dtype), bias)
 
 
 def packed_rows(ids: Tensor, packed: Packed, rotation: Tensor | None = None) -> Tensor:

@@ -20,7 +20,7 @@ from ..tokenizer import load_tokenizer
 from ..vae import VAE as VAENetwork
 from .model import DIT, ENCODER, VAE, write_model, write_tokenizer
 from .train_dit import DIT_PLAN, DiTTrainer
-from .train_vae import VAE_PLAN, VAETrainer, fold
+from .train_vae import DECODER_PLAN, VAE_PLAN, DecoderTrainer, VAETrainer, fold
 from .training import Training
 
 
@@ -31,6 +31,16 @@ def train_vae(work: Path, minutes: float) -> bool:
     done = training.run(trainer.loss, minutes)
     training.use_mean()
     write_model(work / "model", {"vae": (VAE, vae_tensors(fold(trainer.vae)))})
+    return done
+
+
+def train_decoder(work: Path, minutes: float) -> bool:
+    """Train the decoder of the VAE in `work/model` on, and write it there; True when it is done."""
+    trainer = DecoderTrainer(load(find_vae(work / "model" / "vae"), torch.float32))
+    training = Training(trainer, DECODER_PLAN, work / "decoder.safetensors")
+    done = training.run(trainer.loss, minutes)
+    training.use_mean()
+    write_model(work / "model", {"vae": (VAE, vae_tensors(trainer.vae))})
     return done
 
 
@@ -79,12 +89,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--work", type=Path, required=True, help="folder for what a later run goes on from")
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after about so long, and write the model")
-    parser.add_argument("--part", choices=("vae", "dit"), help="this part only")
+    parser.add_argument("--part", choices=("vae", "decoder", "dit"), help="this part only")
     parser.add_argument("--start", type=Path, help="a model whose VAE stays and whose transformer learns on")
     parser.add_argument("--compile", action="store_true", help="a third faster; needs a C++ compiler")
     arguments = parser.parse_args()
-    if arguments.part in (None, "vae") and not arguments.start and not train_vae(arguments.work, arguments.minutes):
-        return
+    for part, learn in (("vae", train_vae), ("decoder", train_decoder)):
+        chosen = arguments.part == part or (arguments.part is None and not arguments.start)
+        if chosen and not learn(arguments.work, arguments.minutes):
+            return
     if arguments.part in (None, "dit"):
         train_dit(arguments.work, arguments.minutes, arguments.start, arguments.compile)
 

@@ -1,4 +1,8 @@
-"""How the miniature's VAE learns: pictures of the toy world through 64 latent channels, each near a standard normal."""
+"""How the miniature's VAE learns: pictures of the toy world through 64 latent channels, each near a standard normal.
+
+First both halves learn together. Then the decoder learns on alone, from the latents of shapes under more noise, until
+it draws sharp edges even where the transformer erred a little.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,20 @@ from torch import Tensor, nn
 from ..config import VAEConfig
 from ..vae import VAE
 from .training import Plan
-from .world import draw, random_scene
+from .world import draw, middle, random_scene
 
-VAE_PLAN = Plan(steps=6000, rate=1.2e-3, hidden=lambda name, value: value.ndim == 4 and min(value.shape[:2]) > 4)
+
+def _hidden(name: str, value: Tensor) -> bool:
+    return value.ndim == 4 and min(value.shape[:2]) > 4
+
+
+VAE_PLAN = Plan(steps=6000, rate=1.2e-3, hidden=_hidden)
+DECODER_PLAN = Plan(steps=5600, rate=6e-4, hidden=_hidden)
 SIZES = ((96, 96), (128, 128), (128, 96), (96, 128))
 CROP, CROPS = 48, 28  # most steps see crops: what a convolution learns, it learns from small pictures too
 WHOLE_FROM, WHOLES = 0.85, 8  # the last part of the training sees whole pictures
 NOISE = 0.1  # on latents while learning, so that small errors of the transformer stay small
+MOST_NOISE = 0.5  # while the decoder learns alone
 LATENT_SIZE = 1e-4  # weight of the latents' mean square, which keeps them near unit size
 
 
@@ -31,6 +42,24 @@ def pixels(rng: Random, crop: int | None, count: int) -> Tensor:
             x, y = rng.randint(0, width - crop), rng.randint(0, height - crop)
             picture = picture[y : y + crop, x : x + crop]
         pictures.append(picture)
+    return _stacked(pictures)
+
+
+def shape_pixels(rng: Random, crop: int, count: int) -> Tensor:
+    """Pictures [count, 4, crop, crop] in [-1, 1], each cut out around a shape of a scene that is full of them."""
+    pictures = []
+    for _ in range(count):
+        (width, height), scene = SIZES[0], random_scene(rng, fewest=3)
+        spot = middle(rng.choice(scene.shapes), width, height)
+        x, y = (
+            min(max(0, round(at) - crop // 2 + rng.randint(-crop // 4, crop // 4)), side - crop)
+            for at, side in zip(spot, (width, height), strict=True)
+        )
+        pictures.append(np.asarray(draw(scene, width, height))[y : y + crop, x : x + crop])
+    return _stacked(pictures)
+
+
+def _stacked(pictures: list[np.ndarray]) -> Tensor:
     return torch.from_numpy(np.stack(pictures)).permute(0, 3, 1, 2) / 127.5 - 1
 
 
@@ -62,6 +91,28 @@ class VAETrainer(nn.Module):
             noisy = latents + NOISE * torch.randn(latents.shape, generator=generator)
             decoded = self.vae.decoder.fine(self.vae.decode_coarse(noisy)).float()
         return picture_error(decoded, x) + LATENT_SIZE * latents.square().mean()
+
+
+class DecoderTrainer(nn.Module):
+    """A trained VAE whose decoder learns on; its encoder, and so its latents, stay."""
+
+    def __init__(self, vae: VAE):
+        super().__init__()
+        self.vae = vae
+        for part in (vae.decoder, vae.post_quant_conv):
+            part.requires_grad_(True)
+        for part in (vae.encoder, vae.quant_conv):
+            part.requires_grad_(False)
+
+    def loss(self, step: int, rng: Random, generator: torch.Generator) -> Tensor:
+        x = shape_pixels(rng, CROP, CROPS)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            latents = self.vae.normalise(self.vae.encode_coarse(self.vae.encoder.fine(x)).float())
+        strength = MOST_NOISE * torch.rand(len(x), 1, 1, 1, generator=generator)
+        noisy = self.vae.denormalise(latents + strength * torch.randn(latents.shape, generator=generator))
+        with torch.autocast("cpu", torch.bfloat16):
+            decoded = self.vae.decoder.fine(self.vae.decode_coarse(noisy)).float()
+        return picture_error(decoded, x)
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from .cache import Prefix, Unit
 from .codecs import CODECS, FIDELITY, NATIVE, Codec, codec_named, fitting_codec, unit_bytes
+from .joined import Joined
 from .keys import Origins, TextOrigin, content, text_origin, unit_keys
 from .placement import Placement
 from .reuse import PrefixInputs, Reuse, prefix_for_now, prefix_through
@@ -13,6 +14,7 @@ __all__ = [
     "FIDELITY",
     "NATIVE",
     "Codec",
+    "Joined",
     "LayerReader",
     "ModelIdentity",
     "Origins",

@@ -10,9 +10,11 @@ import transformers
 from diffusers import QwenImage21Pipeline
 from PIL import Image
 
+from qwen21 import encoded, layers
 from qwen21 import encoder as encoder_module
 from qwen21.config import EncoderConfig, TextConfig, VisionConfig
-from qwen21.encoder import UNUSED_WEIGHTS, TextEncoder
+from qwen21.encoded import KeptHeads
+from qwen21.encoder import UNUSED_WEIGHTS, Head, TextEncoder
 from qwen21.errors import Cancelled, UserError
 from qwen21.prompt import Reference, layout_tokens, vision_patches
 from qwen21.tokenizer import load_tokenizer
@@ -184,6 +186,43 @@ def test_features_are_shared_between_prompts(ours, tokenizer, references, monkey
     assert len(calls) == 3
 
 
+def test_a_head_serves_every_prompt_behind_its_references(ours, tokenizer, references, monkeypatch):
+    """Bit-equal to reading all anew, and of all tokens only the prompt's pass through the layers."""
+    wanted = [ours.encode(tokenizer, prompt, references).states for prompt in (PROMPT, "other")]
+    heads = {}
+    assert torch.equal(ours.encode(tokenizer, PROMPT, references, heads=heads).states, wanted[0])
+    (digests, head), *others = heads.items()
+    assert digests == tuple(one.digest for one in references) and not others
+    read = []
+    embed = ours.language_model.embed_tokens.forward
+    monkeypatch.setattr(
+        ours.language_model.embed_tokens, "forward", lambda ids: read.append(ids.shape[1]) or embed(ids)
+    )
+    monkeypatch.setattr(ours, "encode_vision", None)
+    got = ours.encode(tokenizer, "other", references, heads=heads)
+    assert torch.equal(got.states, wanted[1])
+    assert read == [len(got.layout.ids) - got.layout.images[-1].stop] and read[0] < 12
+    layers = [(2, CONFIG.text.kv_heads, len(head.states), CONFIG.text.head_dim)] * CONFIG.text.layers
+    assert [(len(kv), *kv[0].shape[1:]) for kv in head.layers] == layers
+    assert head.nbytes == 4 * len(head.states) * (CONFIG.text.width + 2 * layers[0][1] * layers[0][3] * len(layers))
+
+
+def test_other_references_have_another_head(ours, tokenizer, references):
+    heads = {}
+    ours.encode(tokenizer, PROMPT, references, heads=heads)
+    got = ours.encode(tokenizer, PROMPT, references[::-1], heads=heads)
+    assert torch.equal(got.states, ours.encode(tokenizer, PROMPT, references[::-1]).states)
+    assert len(heads) == 2
+
+
+@pytest.mark.parametrize(("free", "kept"), [(8, True), (7, False)])
+def test_one_head_is_kept_while_memory_allows(monkeypatch, free, kept):
+    heads = KeptHeads({name: Head(torch.zeros(4, 8), ()) for name in (("a",), ("b",))})
+    monkeypatch.setattr(encoded, "available_ram", lambda: free * 4 * 4 * 8)
+    heads.settle(("b",))
+    assert list(heads) == [("b",)] * kept
+
+
 @torch.no_grad()
 def test_bf16_is_as_close_to_fp32_as_transformers(pipeline, theirs, state, ours, tokenizer, references):
     want = ours.encode(tokenizer, PROMPT, references).states
@@ -218,7 +257,7 @@ def _elsewhere(base):
 
 
 LAYERS = ("Linear", "Embedding", "LayerNorm", "RMSNorm", "Conv3d")
-ELSEWHERE = SimpleNamespace(**{name: _elsewhere(getattr(torch.nn, name)) for name in LAYERS})
+ELSEWHERE = SimpleNamespace(**{name: _elsewhere(getattr(layers, name)) for name in LAYERS})
 
 
 def test_every_parameter_sits_in_an_injected_layer_and_is_only_read_there(ours, state, tokenizer, references):
@@ -258,7 +297,7 @@ def test_released_sizes():
 def test_cancel_is_asked_before_every_layer(ours, tokenizer, references):
     calls = []
     ours.encode(tokenizer, PROMPT, references[:2], check_cancel=lambda: calls.append(1))
-    assert len(calls) == 2 * 27 + 4
+    assert len(calls) == 2 * 27 + 2 * 4  # the language model reads the references, then the prompt
 
     def stop():
         calls.append(1)

@@ -70,6 +70,7 @@ BROKEN = [
     (rules.library_imports, "def f():\n    import diffusers"),
     (rules.library_imports, "import torchvision.transforms as T"),
     (rules.library_imports, "from transformers import AutoTokenizer"),
+    (rules.library_imports, "import sageattention"),
     (rules.library_imports, "try:\n    import transformers\nexcept ImportError:\n    pass"),
     (rules.library_imports, "import importlib\nx = importlib.import_module('transformers')"),
     (rules.library_imports, "from qwen21.config import DiTConfig"),

@@ -249,7 +249,7 @@ def test_reading_is_that_of_real_calls(dtype, blocks, text, mlp):
         for image in images:  # as `TextEncoder.encode`
             patches, grid = vision_patches(image)
             pictures.append(encoder.encode_vision(patches, grid))
-        encoder(layout, pictures)
+        encoder(layout, encoder.read_head(layout, pictures) if pictures else None)
     patches = [4 * rows * columns for rows, columns in blocks]
     expected = memory.reading_activations(config, patches, len(layout.ids), dtype)
     assert expected == pytest.approx(live.peak, rel=0.05)

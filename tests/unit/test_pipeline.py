@@ -114,6 +114,18 @@ def test_vision_features_are_shared_by_prompt_and_negative(pipeline, monkeypatch
     assert len(looks) == 2  # two different pictures, one of them used twice
 
 
+def test_a_new_prompt_reads_its_references_no_more(pipeline, files, monkeypatch):
+    """The language model's head of the references is kept; the picture is as without it."""
+    references = (picture(31), picture(32))
+    kw = {"references": references, "resolution": 64, "steps": 1}
+    pipeline.generate(Request("a dog", **kw))
+    calls = count_calls(monkeypatch, TextEncoder, "read_head")
+    again = pipeline.generate(Request("a cat", **kw))
+    assert calls == []
+    fresh = Pipeline(files).generate(Request("a cat", **kw))
+    assert len(calls) == 1 and torch.equal(again.latents, fresh.latents)
+
+
 def test_edits_draw_other_noise_unless_asked(pipeline):
     """CASES 1: the seed that made the reference must not be where its edit starts."""
     text = run(pipeline).manifest

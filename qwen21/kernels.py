@@ -1,0 +1,167 @@
+"""What the transformer's blocks do between their matrix products, each ideally one pass over memory.
+
+`Kernels` runs PyTorch's own operations one after another. `CompiledKernels` has each compiled once, for all blocks,
+sizes, prompts and seeds: no weight of a linear layer is part of them, so they serve patched, quantized and offloaded
+weights as well. `KitchenKernels` takes comfy-kitchen's where those run on the GPU.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import DiTConfig
+from .errors import UserError
+from .rope import rotate
+
+FP16_MAX = 65504
+FEWEST_ROWS = 2  # a compiled kernel for any number of rows is none for a single one
+
+
+class Kernels:
+    """PyTorch's own operations."""
+
+    name = "eager"
+    ready = True
+
+    def prepare(self, config: DiTConfig, dtype: torch.dtype, device: torch.device) -> None:
+        """What must be done once, before a transformer of these widths runs."""
+
+    def norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
+        """LayerNorm of x [..., width] without a bias, times scale [width]."""
+        return F.layer_norm(x, x.shape[-1:], scale, eps=eps)
+
+    def residual(self, x: Tensor, gate: Tensor, update: Tensor) -> Tensor:
+        """x + gate * update; fp16 stays finite."""
+        x = torch.addcmul(x, gate, update)
+        return x.clip(-FP16_MAX, FP16_MAX) if x.dtype == torch.float16 else x
+
+    def residual_norm(
+        self, x: Tensor, gate: Tensor, update: Tensor, scale: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """`residual`, and `norm` of it."""
+        x = self.residual(x, gate, update)
+        return x, self.norm(x, scale, eps)
+
+    def gated(self, gate: Tensor, value: Tensor) -> Tensor:
+        """silu(gate) * value, in the place of the gate unless a gradient needs it."""
+        if torch.is_grad_enabled() and gate.requires_grad:
+            return F.silu(gate) * value
+        return F.silu(gate, inplace=True).mul_(value)  # the largest activations: no second copy of them
+
+    def turned(self, x: Tensor, norm: nn.Module, turn: Tensor) -> Tensor:
+        """RMS norm of x [B, S, H, D] by head, then its rotation by turn [S, D / 2]."""
+        return rotate(norm(x), turn)
+
+
+EAGER = Kernels()
+
+
+class CompiledKernels(Kernels):
+    """Each compiled once, by `prepare` or at its first use, and not again for other sizes.
+
+    On a CPU the rotation stays PyTorch's: its complex product is several times faster than compiled pairs.
+    """
+
+    name = "compiled"
+
+    def __init__(self) -> None:
+        self._norm = _compiled(EAGER.norm)
+        self._residual = _compiled(EAGER.residual)
+        self._residual_norm = _compiled(EAGER.residual_norm)
+        self._gated = _compiled(_gated)
+        self._turned = _compiled(_turned)
+        self.seconds: float | None = None  # that compiling took
+
+    @property
+    def ready(self) -> bool:
+        return self.seconds is not None
+
+    def prepare(self, config: DiTConfig, dtype: torch.dtype, device: torch.device) -> None:
+        """Compile. Raises `UserError` where nothing can be compiled here."""
+        started = time.perf_counter()
+        kw = {"dtype": dtype, "device": device}
+        x, scale = torch.zeros(1, 16, config.width, **kw), torch.ones(config.width, **kw)
+        gate = torch.zeros(1, 16, config.mlp_width, **kw)
+        heads = x.unflatten(-1, (-1, config.head_dim))
+        turn = torch.ones(16, config.head_dim // 2, dtype=torch.complex64, device=device)
+        try:
+            self.norm(x, scale, config.eps)
+            self.residual(x, scale, x)
+            self.residual_norm(x, scale, x, scale, config.eps)
+            self.gated(gate, gate.clone())
+            self.turned(heads, nn.RMSNorm(config.head_dim, eps=config.eps, **kw), turn)
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of any kind: compilers fail in many ways
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise UserError(
+                f"torch.compile does not work here ({reason[:200]}); run without it, or install a C++ compiler (on "
+                "Debian g++) and for a GPU Triton"
+            ) from error
+        self.seconds = time.perf_counter() - started
+
+    def norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
+        if _plain(x):
+            return super().norm(x, scale, eps)
+        return self._norm(_rows(x), scale, eps).view(x.shape)
+
+    def residual(self, x: Tensor, gate: Tensor, update: Tensor) -> Tensor:
+        if _plain(x):
+            return super().residual(x, gate, update)
+        return self._residual(_rows(x), gate, _rows(update)).view(x.shape)
+
+    def residual_norm(
+        self, x: Tensor, gate: Tensor, update: Tensor, scale: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        if _plain(x):
+            return super().residual_norm(x, gate, update, scale, eps)
+        after, normed = self._residual_norm(_rows(x), gate, _rows(update), scale, eps)
+        return after.view(x.shape), normed.view(x.shape)
+
+    def gated(self, gate: Tensor, value: Tensor) -> Tensor:
+        if _plain(gate):
+            return super().gated(gate, value)
+        self._gated(_rows(gate), _rows(value))
+        return gate
+
+    def turned(self, x: Tensor, norm: nn.Module, turn: Tensor) -> Tensor:
+        if x.device.type == "cpu" or _plain(x) or type(norm) is not nn.RMSNorm:
+            return super().turned(x, norm, turn)
+        pairs = torch.view_as_real(turn).repeat(len(x), 1, 1)
+        rows = _rows(x.flatten(2)).unflatten(-1, x.shape[2:])
+        torch._dynamo.mark_dynamic(rows, 0)
+        return self._turned(rows, norm.weight, _rows(pairs.flatten(1)).unflatten(-1, (-1, 2)), norm.eps).view(x.shape)
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True)
+
+
+def _plain(x: Tensor) -> bool:
+    """Whether this goes to PyTorch's own operations."""
+    return x.shape[:-1].numel() < FEWEST_ROWS or (torch.is_grad_enabled() and x.requires_grad)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x [..., width] as [rows, width], of any number of rows to the compiler."""
+    rows = x.reshape(-1, x.shape[-1])
+    torch._dynamo.mark_dynamic(rows, 0)
+    return rows
+
+
+def _gated(gate: Tensor, value: Tensor) -> None:
+    gate.copy_(F.silu(gate) * value)
+
+
+def _turned(x: Tensor, weight: Tensor, pairs: Tensor, eps: float) -> Tensor:
+    """Norm and rotation in real numbers: x [rows, H, D], pairs [rows, D / 2, 2] as cosine and sine."""
+    normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
+    a, b = normed.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = pairs[:, None].unbind(-1)
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)

@@ -1,0 +1,161 @@
+"""Kernels and layers: compiled, fused or plain, they compute what PyTorch's own operations do."""
+
+import shutil
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._dynamo.utils import counters
+
+from qwen21 import kernels, layers
+from qwen21.config import DiTConfig
+from qwen21.dit import DiT
+from qwen21.errors import UserError
+from qwen21.kernels import EAGER, CompiledKernels
+from tests import tiny
+
+CONFIG = DiTConfig(layers=2, heads=2, text_width=64)
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles C++")
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """Prepared in the mode that pictures are painted in."""
+    made = CompiledKernels()
+    with torch.inference_mode():
+        made.prepare(CONFIG, torch.float32, torch.device("cpu"))
+    return made
+
+
+def drawn(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def by_formula(*given):
+    """What each kernel is to compute, in fp64 and written out."""
+    x, gate, update, scale, wide, value = (each.double() for each in given)
+
+    def norm(y):
+        centred = y - y.mean(-1, keepdim=True)
+        return centred / (centred.square().mean(-1, keepdim=True) + CONFIG.eps).sqrt() * scale
+
+    after = x + gate * update
+    return {
+        "norm": norm(x),
+        "residual": after,
+        "residual_norm": torch.stack([after, norm(after)]),
+        "gated": wide / (1 + (-wide).exp()) * value,
+    }
+
+
+def computed(which, x, gate, update, scale, wide, value):
+    return {
+        "norm": which.norm(x, scale, CONFIG.eps),
+        "residual": which.residual(x, gate, update),
+        "residual_norm": torch.stack(which.residual_norm(x, gate, update, scale, CONFIG.eps)),
+        "gated": which.gated(wide.clone(), value),
+    }
+
+
+def inputs(batch, tokens):
+    width, wide = CONFIG.width, CONFIG.mlp_width
+    shapes = [(batch, tokens, width), (width,), (batch, tokens, width), (width,), *[(batch, tokens, wide)] * 2]
+    return [drawn(seed, *shape) for seed, shape in enumerate(shapes)]
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (1, 40), (3, 7)])
+def test_plain_kernels_follow_their_formulas(batch, tokens):
+    given = inputs(batch, tokens)
+    for name, wanted in by_formula(*given).items():
+        assert (computed(EAGER, *given)[name] - wanted).abs().max() < 1e-5, name
+
+
+@needs_compiler
+@torch.inference_mode()
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (1, 40), (3, 7)])
+def test_compiled_kernels_follow_their_formulas(compiled, batch, tokens):
+    given = inputs(batch, tokens)
+    for name, wanted in by_formula(*given).items():
+        assert (computed(compiled, *given)[name] - wanted).abs().max() < 1e-5, name
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_a_compiled_gate_is_in_its_place(compiled):
+    gate, value = drawn(1, 1, 9, 64), drawn(2, 1, 9, 64)
+    assert compiled.gated(gate, value) is gate
+
+
+@torch.inference_mode()
+def test_rotation_in_pairs_equals_the_complex_one():
+    norm = nn.RMSNorm(16, eps=1e-6)
+    norm.weight.copy_(drawn(1, 16))
+    x, angles = drawn(2, 5, 3, 16), drawn(3, 5, 8)
+    turn = torch.polar(torch.ones_like(angles), angles)
+    got = kernels._turned(x, norm.weight, torch.view_as_real(turn), norm.eps)
+    assert (got - EAGER.turned(x[None], norm, turn)[0]).abs().max() < 1e-5
+
+
+@needs_compiler
+@torch.inference_mode()
+def test_a_compiled_transformer_paints_the_same_and_compiles_no_more(compiled):
+    dit = tiny.randomise(DiT(CONFIG), seed=4).requires_grad_(False)
+    before = None
+    for seed, (text, references, grid, batch) in enumerate([(9, 0, (4, 4), 1), (12, 2, (6, 4), 1), (20, 3, (2, 8), 3)]):
+        states = drawn(seed, text, CONFIG.text_width)
+        latents = [drawn(seed + i, 64, 4, 2 + 2 * i) for i in range(references)]
+        target = drawn(seed + 50, batch, 64, *grid)
+        velocities = []
+        for dit.kernels in (EAGER, compiled):
+            prefix = dit.prefill(states, latents, [2 + i for i in range(references)])
+            velocities.append(dit.denoise(target, 0.6, prefix))
+        assert (velocities[0] - velocities[1]).abs().max() < 1e-5 * max(1, velocities[0].abs().max())
+        graphs = counters["stats"]["unique_graphs"]
+        assert before in (None, graphs), "another size compiled again"
+        before = graphs
+
+
+def test_a_compiler_that_fails_is_told_in_one_line(monkeypatch):
+    def broken(*_):
+        raise RuntimeError("no C++ compiler\nwas found")
+
+    made = CompiledKernels()
+    monkeypatch.setattr(made, "_norm", broken)
+    with pytest.raises(UserError, match=r"does not work here \(no C\+\+ compiler\)") as error:
+        made.prepare(CONFIG, torch.float32, torch.device("cpu"))
+    assert "\n" not in str(error.value) and not made.ready
+
+
+def test_fp16_residuals_stay_finite():
+    x = torch.full((1, 2, 4), 60000.0, dtype=torch.float16)
+    one = torch.ones(4, dtype=torch.float16)
+    assert torch.equal(EAGER.residual(x, one, x), torch.full_like(x, 65504))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("shape", [(3, 16), (1, 1, 16), (0, 16), (2, 5, 16)])
+def test_linear_layers_are_linear(dtype, bias, shape):
+    layer = layers.Linear(16, 24, bias=bias, dtype=dtype)
+    x = drawn(1, *shape).to(dtype)
+    with torch.inference_mode():
+        got = layer(x)
+    wanted = F.linear(x.double(), layer.weight.double(), layer.bias.double() if bias else None)
+    assert got.dtype == dtype and got.shape == (*shape[:-1], 24)
+    assert torch.allclose(got.double(), wanted, atol=0.02 if dtype == torch.bfloat16 else 1e-6)
+
+
+def test_linear_layers_have_gradients():
+    layer = layers.Linear(4, 3, bias=False)
+    x = drawn(1, 2, 4).requires_grad_()
+    layer(x).sum().backward()
+    assert torch.allclose(layer.weight.grad, x.detach().sum(0).expand(3, 4))
+    assert torch.allclose(x.grad, layer.weight.detach().sum(0).expand(2, 4))
+
+
+def test_a_strided_input_is_read_right():
+    layer = layers.Linear(8, 8, bias=False)
+    x = drawn(1, 8, 5).T
+    with torch.inference_mode():
+        assert torch.allclose(layer(x), x @ layer.weight.T, atol=1e-6)

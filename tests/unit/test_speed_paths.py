@@ -1,0 +1,183 @@
+"""Fused products, a joined prefix and the choice of attention: faster, and the same numbers."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qwen21 import backends, fused
+from qwen21.attention import prefixed_attention, sdpa
+from qwen21.backends import Shape, choose
+from qwen21.branch import Branch
+from qwen21.checkpoint.load import find_folder
+from qwen21.checkpoint.lora_apply import Beside
+from qwen21.checkpoint.quant import Packed, QuantLinear, quantize_rows
+from qwen21.config import DiTConfig
+from qwen21.dit import DiT
+from qwen21.errors import UserError
+from qwen21.pipeline import Pipeline
+from qwen21.prefix import CODECS, Joined
+from qwen21.request import Request
+from tests import tiny
+
+CONFIG = DiTConfig(layers=2, heads=2, text_width=64)
+CPU = torch.device("cpu")
+SHAPE = Shape(16, 20, 2, 128)
+
+
+def drawn(seed, *shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def new_dit():
+    return tiny.randomise(DiT(CONFIG), seed=4).requires_grad_(False)
+
+
+def inputs(batch=1):
+    return drawn(1, 12, CONFIG.text_width), [drawn(2, 64, 4, 6), drawn(3, 64, 2, 2)], drawn(4, batch, 64, 4, 4)
+
+
+@torch.inference_mode()
+def velocity(dit):
+    text, references, target = inputs()
+    return dit.denoise(target, 0.6, dit.prefill(text, references, [3, 7]))
+
+
+def storage(*tensors):
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def test_fused_products_are_those_of_the_layers():
+    dit = new_dit()
+    wanted, state = velocity(dit), {name: value.clone() for name, value in dit.state_dict().items()}
+    assert fused.fuse(dit) == 2 * CONFIG.layers
+    assert (velocity(dit) - wanted).abs().max() < 1e-5
+    assert dit.state_dict().keys() == state.keys()
+    assert all(torch.equal(value, state[name]) for name, value in dit.state_dict().items())
+    attention = dit.transformer_blocks[1].attn
+    assert len(storage(attention.to_q.weight, attention.to_k.weight, attention.to_v.weight)) == 1  # held once
+
+
+def in_fp8(dit):
+    for block in dit.transformer_blocks:
+        for holder, names in ((block.attn, ("to_q", "to_k", "to_v")), (block.img_mlp, ("gate_layer", "proj"))):
+            for name in names:
+                setattr(holder, name, QuantLinear(Packed(*quantize_rows(getattr(holder, name).weight))))
+
+
+@pytest.mark.parametrize("scale", ["row", "tensor", "none"])
+def test_fp8_layers_fuse_with_their_scales(scale):
+    dit = new_dit()
+    in_fp8(dit)
+    for layer in (module for module in dit.modules() if isinstance(module, QuantLinear)):
+        if scale != "row":
+            layer.weight_scale = layer.weight_scale.mean().view(1, 1) if scale == "tensor" else None
+    wanted = velocity(dit)
+    assert fused.fuse(dit) == 2 * CONFIG.layers
+    assert (velocity(dit) - wanted).abs().max() < 1e-5 * max(1, wanted.abs().max())
+
+
+def test_layers_with_loras_or_of_unequal_kinds_are_left_alone():
+    dit = new_dit()
+    first, second = dit.transformer_blocks
+    first.attn.to_k.register_forward_hook(Beside([]))
+    second.img_mlp.proj = QuantLinear(Packed(*quantize_rows(second.img_mlp.proj.weight)))
+    assert fused.fuse(dit) == 2
+    assert first.attn.fused is None and second.img_mlp.fused is None
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_joined_prefix_is_bit_equal(codec, batch):
+    dit = new_dit()
+    text, references, target = inputs(batch)
+    prefix = dit.prefill(text, references, [3, 7], codec=CODECS[codec])
+    joined = Joined(prefix, 16, CONFIG.layers, CPU, torch.float32)
+    for sigma in (0.9, 0.2):  # the second step finds the first one's keys in its place
+        assert torch.equal(dit.denoise(target, sigma, prefix, joined=joined), dit.denoise(target, sigma, prefix))
+    held = sum(part.nbytes for layer in range(CONFIG.layers) for part in joined[layer])
+    assert held == Joined.nbytes(CONFIG, prefix.length, 16, torch.float32)
+
+
+@pytest.mark.parametrize(("free", "joins"), [(10**9, True), (10**4, False), (None, False)])
+def test_a_prefix_is_joined_where_the_gpu_has_room(tmp_path, monkeypatch, free, joins):
+    pipeline = Pipeline(find_folder(tiny.Tiny(tmp_path).folder))
+    request = Request("a cat", size=(64, 64), steps=2)
+    wanted = pipeline.generate(request)
+    made = []
+    join = Branch._join
+    monkeypatch.setattr(Branch, "_join", lambda self, *a: made.append(join(self, *a)) or made[-1])
+    placed = pipeline.placement(0)
+    monkeypatch.setattr(
+        Pipeline, "placement", lambda self, n: SimpleNamespace(free=lambda: free, room=placed.room, place=placed.place)
+    )
+    got = pipeline.generate(request)
+    assert [one is not None for one in made] == [joins]  # once, for all steps
+    assert torch.equal(got.latents, wanted.latents)
+
+
+# --- attention -----------------------------------------------------------------------------------------------------
+
+
+def test_a_cpu_attends_with_pytorchs_own():
+    assert choose("auto", SHAPE, torch.bfloat16, CPU) == ("sdpa", sdpa)
+    assert choose("sdpa", SHAPE, torch.float32, CPU) == ("sdpa", sdpa)
+
+
+def test_the_fastest_kernel_that_runs_is_chosen(monkeypatch):
+    times = {"sdpa": 3.0, "cudnn": RuntimeError("not for this card"), "flash": 2.0, "efficient": 2.5}
+    monkeypatch.setattr(backends, "_kernel", lambda name: name)
+
+    def seconds(kernel, *_):
+        took = times["sdpa" if kernel is sdpa else kernel]
+        if isinstance(took, Exception):
+            raise took
+        return took
+
+    monkeypatch.setattr(backends, "_seconds", seconds)
+    assert choose("auto", SHAPE, torch.bfloat16, torch.device("cuda"))[0] == "flash"
+    times["sdpa"] = 1.0
+    assert choose("auto", SHAPE, torch.bfloat16, torch.device("cuda")) == ("sdpa", sdpa)
+    assert choose("auto", SHAPE, torch.float32, torch.device("cuda")) == ("sdpa", sdpa)  # fp32 is for exactness
+
+
+def test_masked_and_causal_calls_stay_with_pytorch():
+    calls = []
+    attend = backends._unmasked(lambda *a: calls.append(1) or sdpa(*a))
+    q, mask = drawn(1, 1, 2, 4, 8), torch.ones(4, 4, dtype=torch.bool).tril()
+    assert torch.equal(attend(q, q, q, mask=mask), sdpa(q, q, q, mask=mask)) and not calls
+    assert torch.equal(attend(q, q, q, causal=True), sdpa(q, q, q, causal=True)) and not calls
+    assert torch.equal(attend(q, q, q), sdpa(q, q, q)) and calls
+
+
+def test_a_kernel_that_does_not_run_here_is_one_line():
+    with pytest.raises(UserError, match="cudnn does not run here .*; take auto or sdpa") as error:
+        choose("cudnn", SHAPE, torch.float32, CPU)
+    assert "\n" not in str(error.value)
+    with pytest.raises(UserError, match="expected one of auto, sdpa"):
+        choose("xformers", SHAPE, torch.float32, CPU)
+
+
+def test_sage_needs_its_package(monkeypatch):
+    with pytest.raises(UserError, match="needs the package sageattention"):
+        choose("sage", SHAPE, torch.bfloat16, CPU)
+    calls = []
+
+    def sageattn(q, k, v, tensor_layout, is_causal):
+        calls.append((tensor_layout, is_causal))
+        return sdpa(q, k, v)
+
+    module = SimpleNamespace(sageattn=sageattn, __spec__=object())
+    monkeypatch.setitem(sys.modules, "sageattention", module)
+    name, attend = choose("sage", SHAPE, torch.bfloat16, CPU)
+    q = drawn(1, 1, 2, 4, 8)
+    assert name == "sage" and torch.equal(attend(q, q, q), sdpa(q, q, q)) and set(calls) == {("HND", False)}
+
+
+def test_rows_of_a_batch_find_their_own_keys_behind_a_joined_prefix():
+    q, k, v = (drawn(seed, 3, 2, 4, 8) for seed in (1, 2, 3))
+    pieces = [(drawn(5, 1, 2, 6, 8), drawn(6, 1, 2, 6, 8))]
+    joined = tuple(torch.cat([part, torch.zeros(1, 2, 4, 8)], dim=2) for part in pieces[0])
+    assert torch.equal(prefixed_attention(q, k, v, joined=joined), prefixed_attention(q, k, v, pieces))
