@@ -199,17 +199,17 @@ class DiT(nn.Module):
         earlier prefill of the same states made are taken as they are, and the result is bit-equal either way. Raises
         `UserError` where widths, channels or slots do not agree.
         """
-        self._check_inputs(text, references)
+        self.check_inputs(text, references)
         layout = prefix_layout(text.shape[0], slots, [tuple(r.shape[-2:]) for r in references])
         storage = text.device if storage is None else torch.device(storage)
         prefix = Prefix(layout, head)
         missing = layout.units[len(head) :]
         if not missing:
             return prefix
-        _, modulation = self._modulate(torch.zeros((), device=text.device), text.dtype)
+        _, modulation = self.modulate(torch.zeros((), device=text.device), text.dtype)
         for segments in missing:
             started = _seconds(text.device)
-            x = torch.cat([self._embed(segment, text, references) for segment in segments], dim=1)  # [1, S, width]
+            x = torch.cat([self.embed(segment, text, references) for segment in segments], dim=1)  # [1, S, width]
             unit = Unit(x.shape[1], codec)
             before = prefix.reader(x.device, x.dtype)
             self._prefill_unit(unit, before, segments, x, modulation, storage, attend or self.attend, check_cancel)
@@ -232,9 +232,9 @@ class DiT(nn.Module):
         attend = attend or self.attend
         grid = target.shape[-2:]
         segment = prefix.layout.target(tuple(grid))
-        turn = self._rotation(segment, target.device)
+        turn = self.rotation(segment, target.device)
         sigma = torch.as_tensor(sigma, dtype=torch.float32, device=target.device)
-        embedding, modulation = self._modulate(sigma, target.dtype)
+        embedding, modulation = self.modulate(sigma, target.dtype)
         read = prefix.reader(target.device, target.dtype) if joined is None else None
         x = self.img_in(target.flatten(2).transpose(1, 2))  # [B, N, width]
         for layer, block in enumerate(self.transformer_blocks):
@@ -258,7 +258,7 @@ class DiT(nn.Module):
         check_cancel: Callable[[], None],
     ) -> None:
         """Every layer of one unit x [1, S, width]: linears chunk by chunk, attention by segments within a chunk."""
-        turn = torch.cat([self._rotation(segment, x.device) for segment in segments])
+        turn = torch.cat([self.rotation(segment, x.device) for segment in segments])
         start, last = segments[0].offset, len(self.transformer_blocks) - 1
         chunks = _even_spans(x.shape[1], PREFILL_CHUNK)
         for layer, block in enumerate(self.transformer_blocks):
@@ -285,22 +285,22 @@ class DiT(nn.Module):
                 x[:, chunk] = block.finish(x[:, chunk], torch.cat(attended, dim=2), modulation, self.kernels)
             del queries, keys, values, earlier, q, attended  # before the next layer's are joined
 
-    def _embed(self, segment: Segment, text: Tensor, references: Sequence[Tensor]) -> Tensor:
+    def embed(self, segment: Segment, text: Tensor, references: Sequence[Tensor]) -> Tensor:
         """A prefix segment's tokens [1, n, width]."""
         if isinstance(segment, TextSegment):
             return self.txt_in(text[None, segment.states])
         return self.img_in(references[segment.index].to(text).flatten(1).T[None])
 
-    def _rotation(self, segment: Segment, device: torch.device) -> Tensor:
+    def rotation(self, segment: Segment, device: torch.device) -> Tensor:
         return rotation(segment, self.config.rope_axes, self.config.rope_base, device)
 
-    def _modulate(self, sigma: Tensor, dtype: torch.dtype) -> tuple[Tensor, Modulation]:
+    def modulate(self, sigma: Tensor, dtype: torch.dtype) -> tuple[Tensor, Modulation]:
         """Time embedding [1, width] and the shared modulation at sigma []."""
         embedding = self.time_text_embed["timestep_embedder"](sigma, dtype)
         scale1, gate1, scale2, gate2 = self.modulation(embedding)[0].chunk(4)
         return embedding, Modulation(1 + scale1, gate1.tanh(), 1 + scale2, gate2.tanh())
 
-    def _check_inputs(self, text: Tensor, references: Sequence[Tensor]) -> None:
+    def check_inputs(self, text: Tensor, references: Sequence[Tensor]) -> None:
         if text.ndim != 2 or text.shape[1] != self.config.text_width:
             raise UserError(
                 f"the text states have shape {list(text.shape)}, this transformer reads [tokens, "

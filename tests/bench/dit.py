@@ -1,14 +1,14 @@
 """The transformer beside diffusers', same weights, one process: steps, prefill, a whole 8-step edit.
 
-python -m tests.bench.dit --small               # CPU, five pairs a row, under a minute
-python -m tests.bench.dit --small --pairs 15    # what a claim needs, two minutes
+python -m tests.bench.dit --small --compile               # CPU, five pairs a row, two minutes
+python -m tests.bench.dit --small --compile --pairs 15    # what a claim needs, five minutes
 python -m tests.bench.dit                       # the released size in bf16, needs CUDA
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,8 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVC
 
 from qwen21.config import DiTConfig
 from qwen21.dit import DiT
+from qwen21.kernels import CompiledKernels
+from qwen21.prefix import Prefix
 from qwen21.sampler import sample
 from qwen21.schedule import turbo_sigmas
 
@@ -33,7 +35,8 @@ class Size:
     device: str
 
 
-SMALL = Size(DiTConfig(layers=4, heads=4, text_width=512), (32, 32), (16, 16), 64, torch.float32, "cpu")
+# References as large as the target, as edits at the default resolution have them.
+SMALL = Size(DiTConfig(layers=4, heads=4, text_width=512), (32, 32), (32, 32), 64, torch.float32, "cpu")
 FULL = Size(DiTConfig(), (64, 64), (64, 64), 128, torch.bfloat16, "cuda")
 
 
@@ -49,6 +52,7 @@ class Pair:
                 num_layers=c.layers, num_attention_heads=c.heads, context_in_dim=c.text_width
             ).to(size.dtype)
         self.theirs.eval().requires_grad_(False)
+        self.prefill: Callable[..., Prefix] | None = None  # another way than by units
         self.ours = DiT(c, dtype=size.dtype, device="meta").eval().requires_grad_(False)
         self.ours.load_state_dict(self.theirs.state_dict(), assign=True)
 
@@ -98,8 +102,9 @@ class Inputs:
     def packed_target(self) -> torch.Tensor:
         return self.target.flatten(2).transpose(1, 2).contiguous()
 
-    def prefill(self):
-        return self.pair.ours.prefill(self.text, self.references, self.slots)
+    def prefill(self) -> Prefix:
+        make = self.pair.prefill or self.pair.ours.prefill
+        return make(self.text, self.references, self.slots)
 
 
 def step_row(pair: Pair, references: int) -> Row:
@@ -151,25 +156,43 @@ def edit_row(pair: Pair, references: int) -> Row:
     return compare(f"8-step edit, {references} references", theirs, ours, pair.pairs)
 
 
+def rerun_row(pair: Pair, references: int) -> Row:
+    """A whole edit whose prefix an earlier run with another seed has left in the store."""
+    from .prefix import Session, their_edit
+
+    case = pair.inputs(references)
+    session = Session(case)
+    session.edit(case.text, "miss")
+    name = f"8-step edit, {references} references, new seed"
+    return compare(name, lambda: their_edit(case), lambda: session.edit(case.text, "hit"), pair.pairs)
+
+
 @torch.inference_mode()
-def rows(size: Size, pairs: int) -> Iterator[Row]:
+def rows(size: Size, pairs: int, compiled: bool = False) -> Iterator[Row]:
     pair = Pair(size, pairs)
+    if compiled:
+        kernels = CompiledKernels()
+        kernels.prepare(size.config, size.dtype, torch.device(size.device))
+        print(f"| compiled in {kernels.seconds:.1f} s | | | |")
+        pair.ours.kernels = kernels
     for references in (0, 1, 2, 4):
         yield step_row(pair, references)
     yield prefill_row(pair, 2)
     yield edit_row(pair, 2)
+    yield rerun_row(pair, 4)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--small", action="store_true", help="4 blocks of 4 heads x 128 in fp32 on the CPU")
+    parser.add_argument("--compile", action="store_true", help="ours with compiled kernels")
     parser.add_argument("--pairs", type=int, help="interleaved pairs a row (small: 5, else 15)")
     arguments = parser.parse_args()
     size = SMALL if arguments.small else FULL
     if size.device == "cuda" and not torch.cuda.is_available():
         parser.error("the full size needs CUDA; use --small on a CPU")
     print(HEADER)
-    for row in rows(size, arguments.pairs or (5 if arguments.small else 15)):
+    for row in rows(size, arguments.pairs or (5 if arguments.small else 15), arguments.compile):
         print(row, flush=True)
 
 

@@ -48,6 +48,7 @@ class Row:
     pipeline: Callable[[ModelFiles, Path], Pipeline] = lambda files, folder: Pipeline(files, keep_loaded=True)
     request: Callable[[Request], Request] = lambda request: request
     tile: int | None = None  # latent cells
+    again: bool = False  # behind prefixes that a run from another seed has left
 
 
 def _codec(codec: str) -> Callable[[ModelFiles, Path], Pipeline]:
@@ -73,6 +74,7 @@ ROWS = (
     Row("K/V int8", _codec("int8")),
     Row("weights fp8", lambda files, _: Pipeline(files, fp8=Fp8(), keep_loaded=True)),
     Row("weights int8_convrot", _int8),
+    Row("prefix reuse", again=True),
     Row("VAE in tiles", tile=3),
     Row("bf16", lambda files, _: Pipeline(files, torch.bfloat16, keep_loaded=True)),
 )
@@ -86,7 +88,12 @@ def held_out(kinds: Sequence[str], count: int, seed: int = 1) -> list[Task]:
 
 def paint(pipeline: Pipeline, tasks: Iterable[Task], row: Row) -> Iterator[Image.Image]:
     for seed, task in enumerate(tasks):
-        result = pipeline.generate(row.request(request_of(task, seed)))
+        request = row.request(request_of(task, seed))
+        if row.again:
+            pipeline.generate(replace(request, seed=seed + 10**6))
+        result = pipeline.generate(request)
+        if row.again:
+            assert all(prefix.reuse.kind == "hit" for prefix in result.prefixes)
         picture = result.images[0]
         if row.tile:
             vae = pipeline._network("vae")

@@ -15,7 +15,7 @@ import argparse
 import platform
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,6 +25,7 @@ from qwen21 import __version__
 from qwen21.backends import Shape, choose
 from qwen21.checkpoint.quant import Packed, QuantLinear, is_block_layer, quantize_rows
 from qwen21.dit import DiT
+from qwen21.flex import FlexPrefill
 from qwen21.fused import fuse
 from qwen21.kernels import EAGER, CompiledKernels
 
@@ -46,6 +47,7 @@ class Path:
     fused: bool = False
     chosen_attention: bool = False
     fp8: bool = False
+    one_pass: bool = False
 
 
 PATHS = (
@@ -53,6 +55,7 @@ PATHS = (
     Path("compiled", compiled=True),
     Path("compiled, fused", compiled=True, fused=True),
     Path("compiled, fused, chosen attention", compiled=True, fused=True, chosen_attention=True),
+    Path("compiled, prefix in one pass", compiled=True, one_pass=True),
     Path("and fp8", compiled=True, fused=True, chosen_attention=True, fp8=True),
 )
 
@@ -144,6 +147,7 @@ def rows(size: Size, pairs: int) -> Iterator[str]:
         yield f"| {name} | diffusers | | | | {error(step(), wanted[name]):.1e} | {peak(step, size.device)} |"
     for path in PATHS:
         pair.ours = built(path, pair, kernels)
+        pair.prefill = partial(FlexPrefill(), pair.ours) if path.one_pass else None
         for name, case in cases.items():
             ours = our_step(case)
             row = compare(name, their_step(case), ours, pairs)
@@ -167,7 +171,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="4 blocks of 4 heads x 128 in fp32 on the CPU")
     parser.add_argument("--pairs", type=int, help="interleaved pairs a row (small: 5, else 15)")
     arguments = parser.parse_args()
-    size = replace(SMALL, reference=SMALL.target) if arguments.small else FULL
+    size = SMALL if arguments.small else FULL
     if size.device == "cuda" and not torch.cuda.is_available():
         parser.error("the full size needs CUDA; use --small on a CPU")
     device = torch.cuda.get_device_name() if size.device == "cuda" else platform.processor() or platform.machine()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.comfy.graphs import STEPS, counts, ksampler, node, probe, sampler, show, text_to_image
+from tests.comfy.graphs import STEPS, counts, ksampler, node, probe, prompt, sampler, show, text_to_image
 from tests.comfy.models import DIT
 
 TOLERANCE = 1e-4
@@ -111,8 +111,15 @@ def test_an_attention_override_is_called_in_every_block_of_every_step(comfy, mak
 
 
 def test_torch_compile_on_our_model(comfy):
-    graph = patched("compiled", compiled=node("TorchCompileModel", model=["dit", 0], backend="inductor"))
-    torch.testing.assert_close(comfy.latent(graph), comfy.latent(text_to_image()), atol=TOLERANCE, rtol=0)
+    """It compiles what lies between the products, once: another size, prompt and batch find it ready."""
+    logged = len(comfy.server.log())
+    compiled = node("TorchCompileModel", model=["dit", 0], backend="inductor")
+    for change in ({}, {"width": 160, "height": 96}, {"text": "quite another prompt"}):
+        asked = {"pos": prompt(**change)}
+        got, plain = comfy.latent(patched("compiled", compiled=compiled) | asked), comfy.latent(text_to_image(**asked))
+        torch.testing.assert_close(got, plain, atol=TOLERANCE, rtol=0)
+    log = comfy.server.log()[logged:]
+    assert log.count("Qwen-Image 2.1: compiled in") == 1 and "recompile_limit" not in log
 
 
 def require_deep_clone(comfy):

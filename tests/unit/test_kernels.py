@@ -1,7 +1,5 @@
 """Kernels and layers: compiled, fused or plain, they compute what PyTorch's own operations do."""
 
-import shutil
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,9 +12,9 @@ from qwen21.dit import DiT
 from qwen21.errors import UserError
 from qwen21.kernels import EAGER, CompiledKernels
 from tests import tiny
+from tests.compiler import needs_compiler
 
 CONFIG = DiTConfig(layers=2, heads=2, text_width=64)
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles C++")
 
 
 @pytest.fixture(scope="module")
