@@ -18,9 +18,9 @@ from torch import Tensor
 from ..errors import UserError
 from ..ram import GIB
 from ..writing import check_writable, write_together
-from .files import DTYPE_BYTES, TensorInfo
+from .files import DTYPE_BYTES, TensorInfo, read_json
 from .keymap import Source
-from .load import Component, check, check_keep, find_dit, find_encoder, module_of
+from .load import HEADER_CONFIG, Component, check, check_keep, find_dit, find_encoder, module_of
 from .packing import MARKER
 from .quant import Fp8
 from .weights import Weights
@@ -59,7 +59,7 @@ def convert(slot: str, path: Path, fp8: Fp8, out: Path, scales: str = "tensor") 
     _check_out(out, part)
     layers = plan(part, fp8)
     header = _header(layers, part, scales)
-    write_together({out: lambda stream: _write(stream, header, _tensors(layers, part, scales))})
+    write_together({out: lambda stream: _write(stream, header, _metadata(part), _tensors(layers, part, scales))})
     count = sum(layer.fp8 for layer in layers)
     return (
         f"{out}: {count} layers in fp8, {len(layers) - count} tensors as they were, {out.stat().st_size / GIB:.2f} GiB"
@@ -109,9 +109,20 @@ def _header(layers: list[Layer], part: Component, scales: str) -> dict[str, Tens
     return dict(sorted(tensors.items(), key=lambda item: -DTYPE_BYTES[item[1].dtype]))
 
 
-def _write(stream: BinaryIO, header: dict[str, TensorInfo], data: Iterable[tuple[str, Tensor]]) -> None:
+def _metadata(part: Component) -> dict[str, str]:
+    """The source's config goes along where the tensors' shapes do not tell it."""
+    if part.config == part.identity.config:
+        return {"format": "pt"}
+    config = part.checkpoint.path / "config.json"
+    told = json.dumps(read_json(config)) if config.is_file() else part.checkpoint.metadata[HEADER_CONFIG]
+    return {"format": "pt", HEADER_CONFIG: told}
+
+
+def _write(
+    stream: BinaryIO, header: dict[str, TensorInfo], metadata: dict[str, str], data: Iterable[tuple[str, Tensor]]
+) -> None:
     offsets, at = {}, 0
-    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    entries: dict[str, object] = {"__metadata__": metadata}
     for name, info in header.items():
         entries[name] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [at, at + info.nbytes]}
         offsets[name] = at

@@ -9,11 +9,13 @@ from comfy_kitchen.backends.eager import quantization as kitchen
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from qwen21 import mini
 from qwen21.checkpoint.convert import convert
-from qwen21.checkpoint.load import find_dit, find_files
+from qwen21.checkpoint.load import find_dit, find_encoder, find_files
 from qwen21.checkpoint.quant import Fp8
 from qwen21.cli import main
 from qwen21.errors import UserError
+from qwen21.options import COMPONENT_FOLDERS
 from qwen21.pipeline import Pipeline, Request
 from tests import tiny
 
@@ -93,6 +95,14 @@ def test_converted_files_are_what_comfyui_reads(model, singles, tmp_path):
     (length,) = struct.unpack("<Q", raw[:8])
     offsets = [e["data_offsets"][0] for n, e in json.loads(raw[8 : 8 + length]).items() if e.get("dtype") == "F32"]
     assert all(offset % 4 == 0 for offset in offsets)
+
+
+@pytest.mark.parametrize(("slot", "find"), [("dit", find_dit), ("encoder", find_encoder)])
+def test_a_config_that_sizes_do_not_tell_goes_along(tmp_path, slot, find):
+    """The bundled miniature's heads, axes and depths are its own; a file of it alone says them."""
+    folder = mini.WEIGHTS / COMPONENT_FOLDERS[slot]
+    once = converted(slot, folder, tmp_path / "once.safetensors")
+    assert find(once).config == find(folder).config
 
 
 def test_the_encoders_final_norm_comes_along(model, singles, tmp_path):
