@@ -2,7 +2,7 @@
 
 `Kernels` runs PyTorch's own operations one after another. `CompiledKernels` has each compiled once, for all blocks,
 sizes, prompts and seeds: no weight of a linear layer is part of them, so they serve patched, quantized and offloaded
-weights as well. `KitchenKernels` takes comfy-kitchen's where those run on the GPU.
+weights as well.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Kernels:
             return F.silu(gate) * value
         return F.silu(gate, inplace=True).mul_(value)  # the largest activations: no second copy of them
 
-    def turned(self, x: Tensor, norm: nn.Module, turn: Tensor) -> Tensor:
+    def turned(self, x: Tensor, norm: Callable[[Tensor], Tensor], turn: Tensor) -> Tensor:
         """RMS norm of x [B, S, H, D] by head, then its rotation by turn [S, D / 2]."""
         return rotate(norm(x), turn)
 
@@ -75,6 +75,7 @@ class CompiledKernels(Kernels):
         self._residual = _compiled(EAGER.residual)
         self._residual_norm = _compiled(EAGER.residual_norm)
         self._gated = _compiled(_gated)
+        self._normed_and_turned = _compiled(_normed_and_turned)
         self._turned = _compiled(_turned)
         self.seconds: float | None = None  # that compiling took
 
@@ -95,7 +96,9 @@ class CompiledKernels(Kernels):
             self.residual(x, scale, x)
             self.residual_norm(x, scale, x, scale, config.eps)
             self.gated(gate, gate.clone())
-            self.turned(heads, nn.RMSNorm(config.head_dim, eps=config.eps, **kw), turn)
+            norm = nn.RMSNorm(config.head_dim, eps=config.eps, **kw)
+            self.turned(heads, norm, turn)
+            self.turned(heads, norm.forward, turn)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of any kind: compilers fail in many ways
@@ -127,16 +130,21 @@ class CompiledKernels(Kernels):
     def gated(self, gate: Tensor, value: Tensor) -> Tensor:
         if _plain(gate):
             return super().gated(gate, value)
-        self._gated(_rows(gate), _rows(value))
-        return gate
+        rows = _rows(gate)
+        self._gated(rows, _rows(value))
+        return rows.view(gate.shape)
 
-    def turned(self, x: Tensor, norm: nn.Module, turn: Tensor) -> Tensor:
-        if x.device.type == "cpu" or _plain(x) or type(norm) is not nn.RMSNorm:
-            return super().turned(x, norm, turn)
-        pairs = torch.view_as_real(turn).repeat(len(x), 1, 1)
-        rows = _rows(x.flatten(2)).unflatten(-1, x.shape[2:])
-        torch._dynamo.mark_dynamic(rows, 0)
-        return self._turned(rows, norm.weight, _rows(pairs.flatten(1)).unflatten(-1, (-1, 2)), norm.eps).view(x.shape)
+    def turned(self, x: Tensor, norm: Callable[[Tensor], Tensor], turn: Tensor) -> Tensor:
+        return super().turned(x, norm, turn) if x.device.type == "cpu" or _plain(x) else self.in_pairs(x, norm, turn)
+
+    def in_pairs(self, x: Tensor, norm: Callable[[Tensor], Tensor], turn: Tensor) -> Tensor:
+        """`turned` in real numbers, with the norm where it is PyTorch's own; a host's may keep its weight elsewhere."""
+        pairs = _any_rows(torch.view_as_real(turn).repeat(len(x), 1, 1))
+        if type(norm) is nn.RMSNorm:
+            turned = self._normed_and_turned(_any_rows(x.flatten(0, 1)), norm.weight, pairs, norm.eps)
+        else:
+            turned = self._turned(_any_rows(norm(x).flatten(0, 1)), pairs)
+        return turned.view(x.shape)
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -149,19 +157,26 @@ def _plain(x: Tensor) -> bool:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x [..., width] as [rows, width], of any number of rows to the compiler."""
-    rows = x.reshape(-1, x.shape[-1])
-    torch._dynamo.mark_dynamic(rows, 0)
-    return rows
+    """x [..., width] as [rows, width]."""
+    return _any_rows(x.reshape(-1, x.shape[-1]))
+
+
+def _any_rows(x: Tensor) -> Tensor:
+    """x, whose first axis may have any length to the compiler."""
+    torch._dynamo.mark_dynamic(x, 0)
+    return x
 
 
 def _gated(gate: Tensor, value: Tensor) -> None:
     gate.copy_(F.silu(gate) * value)
 
 
-def _turned(x: Tensor, weight: Tensor, pairs: Tensor, eps: float) -> Tensor:
-    """Norm and rotation in real numbers: x [rows, H, D], pairs [rows, D / 2, 2] as cosine and sine."""
-    normed = F.rms_norm(x.float(), weight.shape, weight.float(), eps)
-    a, b = normed.unflatten(-1, (-1, 2)).unbind(-1)
+def _normed_and_turned(x: Tensor, weight: Tensor, pairs: Tensor, eps: float) -> Tensor:
+    """x [rows, H, D], normed by head and rotated by pairs [rows, D / 2, 2] of cosine and sine."""
+    return _turned(F.rms_norm(x.float(), weight.shape, weight.float(), eps), pairs).to(x.dtype)
+
+
+def _turned(x: Tensor, pairs: Tensor) -> Tensor:
+    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = pairs[:, None].unbind(-1)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)

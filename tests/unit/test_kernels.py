@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch._dynamo.utils import counters
 
-from qwen21 import kernels, layers
+from qwen21 import layers
 from qwen21.config import DiTConfig
 from qwen21.dit import DiT
 from qwen21.errors import UserError
@@ -82,17 +82,31 @@ def test_compiled_kernels_follow_their_formulas(compiled, batch, tokens):
 @torch.inference_mode()
 def test_a_compiled_gate_is_in_its_place(compiled):
     gate, value = drawn(1, 1, 9, 64), drawn(2, 1, 9, 64)
-    assert compiled.gated(gate, value) is gate
+    assert compiled.gated(gate, value).data_ptr() == gate.data_ptr()
+    halves = drawn(3, 2, 9, 128)
+    gate, value = halves.chunk(2, dim=-1)  # as a fused product gives them
+    wanted = EAGER.gated(gate.clone(), value)
+    assert (compiled.gated(gate, value) - wanted).abs().max() < 1e-6
 
 
+@needs_compiler
 @torch.inference_mode()
-def test_rotation_in_pairs_equals_the_complex_one():
+@pytest.mark.parametrize("own_norm", [True, False])
+def test_rotation_in_pairs_equals_the_complex_one(compiled, own_norm):
+    """What GPUs run; of strided inputs too, as parts of a fused product are."""
     norm = nn.RMSNorm(16, eps=1e-6)
     norm.weight.copy_(drawn(1, 16))
-    x, angles = drawn(2, 5, 3, 16), drawn(3, 5, 8)
-    turn = torch.polar(torch.ones_like(angles), angles)
-    got = kernels._turned(x, norm.weight, torch.view_as_real(turn), norm.eps)
-    assert (got - EAGER.turned(x[None], norm, turn)[0]).abs().max() < 1e-5
+    graphs = None
+    for seed, (batch, tokens) in enumerate([(1, 5), (1, 9), (2, 7)]):
+        x, angles = drawn(seed, batch, tokens, 3, 16), drawn(seed + 9, tokens, 8)
+        turn = torch.polar(torch.ones_like(angles), angles)
+        got = compiled.in_pairs(x, norm if own_norm else norm.forward, turn)
+        assert (got - EAGER.turned(x, norm, turn)).abs().max() < 1e-5
+        assert graphs in (None, counters["stats"]["unique_graphs"]), "another size compiled again"
+        graphs = counters["stats"]["unique_graphs"]
+    parts = drawn(30, 1, 7, 144).chunk(3, dim=-1)[1].unflatten(-1, (3, 16))
+    turn = torch.polar(torch.ones(7, 8), drawn(31, 7, 8))
+    assert (compiled.in_pairs(parts, norm, turn) - EAGER.turned(parts, norm, turn)).abs().max() < 1e-5
 
 
 @needs_compiler
