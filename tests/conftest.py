@@ -48,3 +48,41 @@ def prefilled(monkeypatch):
 
     monkeypatch.setattr(DiT, "_prefill_unit", counted)
     return tokens
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fast", action="store_true", help="every transformer with compiled kernels and fused products")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def fast_paths(request):
+    """With --fast, what is opt-in or for GPUs alone runs everywhere: the same tests must pass."""
+    if not request.config.getoption("--fast"):
+        yield
+        return
+    from qwen21.branch import Branch
+    from qwen21.dit import DiT
+    from qwen21.fused import fuse
+    from qwen21.kernels import EAGER, CompiledKernels
+    from qwen21.pipeline import Pipeline
+    from qwen21.prefix import Joined
+
+    kernels, load = CompiledKernels(), Pipeline._network
+
+    def network(self, name):
+        found = load(self, name)
+        if name == "dit":
+            fuse(found)
+        return found
+
+    def join(self, prefix, rows):
+        tokens, config = self.plan.grid[0] * self.plan.grid[1], self.dit.config
+        return Joined(prefix, tokens, config.layers, self.pipeline.device, self.pipeline.dtype)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(DiT.__init__.__kwdefaults__, "kernels", kernels)
+        patch.setattr(Pipeline, "_network", network)
+        patch.setattr(Branch, "_join", join)
+        defaults = (kernels if default is EAGER else default for default in Pipeline.__init__.__defaults__)
+        patch.setattr(Pipeline.__init__, "__defaults__", tuple(defaults))
+        yield
