@@ -1,12 +1,14 @@
 """The bundled miniature means something: it paints what it is told, and what breaks the model or the code is seen."""
 
+from dataclasses import replace
 from random import Random
 
 import numpy as np
 import pytest
 import torch
 
-from qwen21 import mini
+from qwen21 import dit, images, mini
+from qwen21 import pipeline as pipeline_module
 from qwen21.checkpoint.load import find_folder
 from qwen21.mini.demo import request_of
 from qwen21.mini.reader import judge
@@ -53,53 +55,64 @@ def test_edits_do_what_is_asked_and_nothing_else(pipeline):
 
 
 def lose_alpha(monkeypatch):
-    from qwen21 import images
-
     read = images.from_vae_pixels
 
     def opaque(pixels):
-        for picture in read(pixels):
+        pictures = list(read(pixels))
+        for picture in pictures:
             picture.putalpha(255)
-            yield picture
+        return pictures
 
-    monkeypatch.setattr(images, "from_vae_pixels", lambda pixels: list(opaque(pixels)))
-
-
-def change_references(change):
-    def patch(monkeypatch):
-        encode = Pipeline._encode_references
-        monkeypatch.setattr(Pipeline, "_encode_references", lambda *a: change(encode(*a)))
-
-    return patch
+    monkeypatch.setattr(images, "from_vae_pixels", opaque)
 
 
-def lose_the_last(references):
-    from dataclasses import replace
+def swap_references(monkeypatch):
+    """In encoder and transformer. Latents that are swapped alone the miniature tells apart by what they show: that is
+    for the tests against diffusers."""
+    plan = pipeline_module.make_plan
 
-    *others, last = references
-    return [*others, replace(last, latent=torch.zeros_like(last.latent))]
+    def swapped(*args):
+        made = plan(*args)
+        return replace(made, references=made.references[::-1])
+
+    monkeypatch.setattr(pipeline_module, "make_plan", swapped)
+
+
+def lose_a_latent(monkeypatch):
+    encode = Pipeline._encode_references
+
+    def lost(*args):
+        *others, last = encode(*args)
+        return [*others, replace(last, latent=torch.zeros_like(last.latent))]
+
+    monkeypatch.setattr(Pipeline, "_encode_references", lost)
 
 
 def swap_axes(monkeypatch):
-    axes = ImageSegment.axes
+    """Height for width in the positions of pictures, which are square here."""
+    rotation = dit.rotation
 
-    def swapped(segment):
-        frame, height, width = axes(segment)
-        return frame, width, height
+    def swapped(segment, *args):
+        turn = rotation(segment, *args)
+        if isinstance(segment, ImageSegment):
+            turn = turn.unflatten(0, (segment.height, segment.width)).transpose(0, 1).flatten(0, 1)
+        return turn
 
-    monkeypatch.setattr(ImageSegment, "axes", swapped)
+    monkeypatch.setattr(dit, "rotation", swapped)
 
 
 @pytest.mark.parametrize(
     ("kind", "breaks", "parts"),
     [
-        ("combine", change_references(lambda references: references[::-1]), ("asked", "kept")),
-        ("recolor", change_references(lose_the_last), ("asked", "placed", "kept")),
-        ("move", swap_axes, ("asked", "placed")),
+        ("combine", swap_references, ("asked",)),
+        ("recolor", lose_a_latent, ("kept",)),
+        ("move", swap_axes, ("placed",)),
         ("cut out", lose_alpha, ("alpha",)),
     ],
     ids=["slots swapped", "a reference lost", "rope axes swapped", "alpha lost"],
 )
-def test_what_breaks_the_model_is_seen(pipeline, monkeypatch, kind, breaks, parts):
+def test_what_breaks_the_model_is_seen(files, monkeypatch, kind, breaks, parts):
+    tasks = fixed([kind], 4)
+    assert share(verdicts(Pipeline(files, keep_loaded=True), tasks), *parts) >= 0.75
     breaks(monkeypatch)
-    assert share(verdicts(pipeline, fixed([kind], 4)), *parts) <= 0.5
+    assert share(verdicts(Pipeline(files, keep_loaded=True), tasks), *parts) <= 0.25
