@@ -14,12 +14,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import load_file
 
-from qwen21 import kernels
 from qwen21.cli import main
 from tests import tiny
-from tests.compiler import needs_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -294,32 +291,6 @@ def test_a_swallowed_interrupt_is_still_an_interrupt(generate, monkeypatch):
     code, lines = generate()
     assert (code, lines) == (130, ["qwen21: interrupted, nothing was written"])
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-@needs_compiler
-def test_compiling_is_told_once_and_changes_nothing_that_is_seen(generate):
-    plain, compiled = (generate.folder / f"{name}.safetensors" for name in ("plain", "compiled"))
-    assert generate("--save-latent", plain)[0] == 0
-    code, lines = generate("--compile", "--save-latent", compiled)
-    assert code == 0 and len(lines) == 1 and lines[0].startswith("qwen21: compiled in ")
-    (one,), (other,) = (load_file(path).values() for path in (plain, compiled))
-    assert (one - other).abs().max() < 1e-4
-    with Image.open(generate.folder / "o.png") as image:
-        assert json.loads(image.text["qwen21"])["kernels"] == "compiled"
-
-
-def test_no_compiler_is_one_line(generate, monkeypatch):
-    def broken(*_):
-        raise RuntimeError("no C++ compiler was found\nlong story")
-
-    monkeypatch.setattr(kernels, "_compiled", lambda function: broken)
-    code, (line,) = generate("--compile")
-    assert code == 2 and "torch.compile does not work here (no C++ compiler was found); run without it" in line
-
-
-def test_an_attention_that_does_not_run_here_is_one_line(generate):
-    code, (line,) = generate("--attention", "cudnn")
-    assert code == 2 and "attention cudnn does not run here" in line
 
 
 def test_inspect(model, capsys):
