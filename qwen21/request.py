@@ -82,7 +82,7 @@ def make_plan(request: Request, files: ModelFiles) -> Plan:
     size = _canvas(request, warnings)
     schedule = _schedule(request, files, size[0] * size[1] // LATENT_PIXELS**2)
     warnings += schedule.warnings
-    if warning := size_warning(files.dit.checkpoint.path, size):
+    if warning := size_warning(files.dit.checkpoint.path, size, [each.image.size for each in references]):
         warnings.append(warning)
     cfg = guidance(schedule.steps, request.cfg, request.cfg_ranges)
     if any(guides(value) for value in cfg) and request.negative is None:

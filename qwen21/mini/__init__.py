@@ -1,17 +1,23 @@
 """The bundled miniature: a trained model of the released architecture for a toy world of coloured shapes."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 NAME = "qwen21-mini"  # for --model
 WEIGHTS = Path(__file__).with_name("weights")  # a whole model in the diffusers layout
-LARGEST = 128  # pixels a side that it was trained on
+SMALLEST, LARGEST = 96, 128  # pixels a side that it was trained on
 
 
-def size_warning(transformer: Path, size: tuple[int, int]) -> str | None:
-    """A line where the miniature is asked for a larger (width, height) than it knows."""
-    if not transformer.is_relative_to(WEIGHTS) or max(size) <= LARGEST:
+def size_warning(transformer: Path, size: tuple[int, int], references: Sequence[tuple[int, int]] = ()) -> str | None:
+    """A line where the miniature is given another (width, height) than it knows, as output or as a reference's size
+    after resizing."""
+    if not transformer.is_relative_to(WEIGHTS):
         return None
-    return (
-        f"{NAME} knows pictures of 96 to {LARGEST} pixels a side: {size[0]}x{size[1]} will look like nothing; choose "
-        "96x96, or load the released model"
-    )
+    named = [(size, "a picture"), *((reference, "a reference") for reference in references)]
+    for (width, height), what in named:
+        if not (SMALLEST <= width <= LARGEST and SMALLEST <= height <= LARGEST):
+            return (
+                f"{NAME} knows pictures of {SMALLEST} to {LARGEST} pixels a side: {what} of {width}x{height} will look "
+                f"like nothing; choose size and resolution {SMALLEST}, or load the released model"
+            )
+    return None
