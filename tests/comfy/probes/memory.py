@@ -137,8 +137,8 @@ class ProbeUnseen:
         clone.add_weight_wrapper("diffusion_model.txt_in.in_layer.weight", lambda weight: 1.5 * weight)
 
     def object(self, clone, dit):
-        embed = dit._embed
-        clone.add_object_patch("diffusion_model._embed", lambda *arguments: 1.5 * embed(*arguments))
+        embed = dit.embed
+        clone.add_object_patch("diffusion_model.embed", lambda *arguments: 1.5 * embed(*arguments))
 
     def merge(self, clone, dit):
         """As ModelMergeSimple with itself, but heavier: its patches hold a function."""
