@@ -182,17 +182,26 @@ def rows(size: Size, pairs: int, compiled: bool = False) -> Iterator[Row]:
     yield rerun_row(pair, 4)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
+def add_size(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--small", action="store_true", help="4 blocks of 4 heads x 128 in fp32 on the CPU")
-    parser.add_argument("--compile", action="store_true", help="ours with compiled kernels")
     parser.add_argument("--pairs", type=int, help="interleaved pairs a row (small: 5, else 15)")
-    arguments = parser.parse_args()
-    size = SMALL if arguments.small else FULL
+
+
+def size_of(parser: argparse.ArgumentParser, arguments: argparse.Namespace, small: Size = SMALL) -> tuple[Size, int]:
+    """The size that was asked for, and the number of pairs."""
+    size = small if arguments.small else FULL
     if size.device == "cuda" and not torch.cuda.is_available():
         parser.error("the full size needs CUDA; use --small on a CPU")
+    return size, arguments.pairs or (5 if arguments.small else 15)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    add_size(parser)
+    parser.add_argument("--compile", action="store_true", help="ours with compiled kernels")
+    arguments = parser.parse_args()
     print(HEADER)
-    for row in rows(size, arguments.pairs or (5 if arguments.small else 15), arguments.compile):
+    for row in rows(*size_of(parser, arguments), arguments.compile):
         print(row, flush=True)
 
 

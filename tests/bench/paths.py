@@ -2,7 +2,7 @@
 
     python -m tests.bench.paths --small               # CPU: small random weights, about three minutes
     python -m tests.bench.paths --small --pairs 15    # what a claim needs
-    python -m tests.bench.paths                       # the released size in bf16 on CUDA, under twelve minutes
+    python -m tests.bench.paths                       # the released size in bf16, needs CUDA; not run yet
 
 Rows are what is timed, for each path: a text-to-image step, a step over four references, their prefill, and an edit of
 eight steps over them that is run again with a new seed. `times faster` is the median over interleaved pairs, and
@@ -29,9 +29,8 @@ from qwen21.flex import FlexPrefill
 from qwen21.fused import fuse
 from qwen21.kernels import EAGER, CompiledKernels
 
-from .dit import FULL, SMALL, Inputs, Pair, Size
+from .dit import Inputs, Pair, Size, add_size, rerun_row, size_of
 from .pairs import Row, compare
-from .prefix import Session, their_edit
 
 REFERENCES = 4
 SIGMA = 0.5
@@ -115,13 +114,6 @@ def our_first(case: Inputs) -> Callable[[], Tensor]:
     return lambda: dit.denoise(case.target, 1.0, case.prefill())
 
 
-def our_rerun(case: Inputs) -> Callable[[], Tensor]:
-    """An edit whose prefix an earlier run has left."""
-    session = Session(case)
-    session.edit(case.text, "miss")
-    return lambda: session.edit(case.text, "hit")
-
-
 def peak(run: Callable[[], object], device: str) -> str:
     """MiB on the GPU beyond what lay there before."""
     if device != "cuda":
@@ -156,10 +148,7 @@ def rows(size: Size, pairs: int) -> Iterator[str]:
         ours = our_first(case)
         row = compare(f"prefill and first step, {REFERENCES} references", their_first(case), ours, pairs)
         yield line(path, row, "", peak(ours, size.device))
-        rerun = compare(
-            f"8 steps, {REFERENCES} references, new seed", partial(their_edit, case), our_rerun(case), pairs
-        )
-        yield line(path, rerun)
+        yield line(path, rerun_row(pair, REFERENCES))
 
 
 def line(path: Path, row: Row, off: str = "", mib: str = "") -> str:
@@ -168,15 +157,11 @@ def line(path: Path, row: Row, off: str = "", mib: str = "") -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="4 blocks of 4 heads x 128 in fp32 on the CPU")
-    parser.add_argument("--pairs", type=int, help="interleaved pairs a row (small: 5, else 15)")
-    arguments = parser.parse_args()
-    size = SMALL if arguments.small else FULL
-    if size.device == "cuda" and not torch.cuda.is_available():
-        parser.error("the full size needs CUDA; use --small on a CPU")
+    add_size(parser)
+    size, pairs = size_of(parser, parser.parse_args())
     device = torch.cuda.get_device_name() if size.device == "cuda" else platform.processor() or platform.machine()
     print(f"{device}, PyTorch {torch.__version__}, qwen21 {__version__}, {time.strftime('%Y-%m-%d')}")
-    for text in rows(size, arguments.pairs or (5 if arguments.small else 15)):
+    for text in rows(size, pairs):
         print(text, flush=True)
 
 

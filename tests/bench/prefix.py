@@ -30,7 +30,7 @@ from qwen21.prefix import CODECS, ModelIdentity, Prefix, PrefixInputs, Reuse, St
 from qwen21.sampler import sample
 from qwen21.schedule import turbo_sigmas
 
-from .dit import FULL, SMALL, Inputs, Pair, Size
+from .dit import SMALL, Inputs, Pair, add_size, size_of
 from .pairs import HEADER, Row, compare
 
 UNLIMITED = 2**62
@@ -133,13 +133,9 @@ def placement(pair: Pair) -> Iterator[str]:
 @torch.inference_mode()
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="4 blocks of 4 heads x 128 in fp32 on the CPU")
-    parser.add_argument("--pairs", type=int, help="interleaved pairs a row (small: 5, else 15)")
-    arguments = parser.parse_args()
-    size: Size = SMALL_EDIT if arguments.small else FULL
-    if size.device == "cuda" and not torch.cuda.is_available():
-        parser.error("the full size needs CUDA; use --small on a CPU")
-    pair = Pair(size, arguments.pairs or (5 if arguments.small else 15))
+    add_size(parser)
+    size, pairs = size_of(parser, parser.parse_args(), SMALL_EDIT)
+    pair = Pair(size, pairs)
     print(HEADER)
     for references in (1, 2, 4):
         for row in rows(pair, references):
