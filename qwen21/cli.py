@@ -113,6 +113,7 @@ def run_generate(a: argparse.Namespace) -> int:
     from .checkpoint.load import check_keep
     from .checkpoint.lora import read_lora
     from .kernels import CompiledKernels
+    from .kitchen import uncompiled
     from .pipeline import Pipeline, Watch
     from .request import make_plan
 
@@ -138,19 +139,16 @@ def run_generate(a: argparse.Namespace) -> int:
     pipeline = Pipeline(files, dtype, device, a.kv_device, a.kv_storage, fp8=fp8, loras=loras)
     pipeline.attention = a.attention
     pipeline.keep_loaded = len(jobs) > 1 and pipeline.fits_together()
-    if a.compile:
-        pipeline.kernels = CompiledKernels()
+    pipeline.kernels = CompiledKernels() if a.compile else uncompiled(device)
     for number, job in enumerate(jobs, 1):
         a.done = number - 1
         with session.naming(number, jobs, written=True):
             request = first if number == 1 else arguments.opened_request(job)
             with ProgressBar() as bar:
-                result = pipeline.generate(request, Watch(on_step=bar.step, on_stage=bar.stage))
+                result = pipeline.generate(request, Watch(on_step=bar.step, on_stage=bar.stage, on_warning=bar.warn))
             outputs.write({job.out: result}, job.save_latent)
         if number == 1 and a.compile:
             print(f"qwen21: compiled in {pipeline.kernels.seconds:.1f} s", file=sys.stderr)
-        for warning in result.manifest["warnings"]:
-            print(f"qwen21: warning: {warning}", file=sys.stderr)
         if len(jobs) > 1:
             reuse = "; negative prefix ".join(str(prefix.reuse) for prefix in result.prefixes)
             print(f"qwen21: {number} of {len(jobs)}, {job.out.name}: prefix {reuse}", file=sys.stderr)
@@ -205,6 +203,10 @@ class ProgressBar:
         rate = (time.monotonic() - self._started) / done
         self._last = f"[{'#' * filled}{'.' * (self.WIDTH - filled)}] {done}/{steps}  {rate:.2f} s/step"
         self._show(self._last)
+
+    def warn(self, warning: str) -> None:
+        self._show("")
+        print(("\r" if self._terminal else "") + f"qwen21: warning: {warning}", file=sys.stderr, flush=True)
 
     def _show(self, text: str) -> None:
         if self._terminal:

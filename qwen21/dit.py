@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from types import ModuleType
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from . import layers
 from .attention import AttentionFunction, prefixed_attention, sdpa, segment_attention
+from .block import Block, Modulation
 from .config import DiTConfig
 from .errors import UserError
 from .kernels import EAGER, Kernels
@@ -29,16 +29,6 @@ TIME_FREQUENCIES = 128
 # Prefix tokens whose activations are alive at once. A reference of 1024 x 1024 pixels (4096 tokens) and its text are
 # one chunk, as large as the step of a picture of that size.
 PREFILL_CHUNK = 4608
-
-
-@dataclass(frozen=True)
-class Modulation:
-    """Scales and gates shared by all blocks at one noise level, each [width]; 1 and tanh already applied."""
-
-    scale1: Tensor
-    gate1: Tensor
-    scale2: Tensor
-    gate2: Tensor
 
 
 class ZeroCentredRMSNorm(nn.Module):
@@ -83,70 +73,6 @@ class TimestepEmbedder(nn.Module):
         angles = (1000.0 * t).view(-1, 1) * frequencies
         waves = torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype)
         return self.linear_2(F.silu(self.linear_1(waves)))
-
-
-class Attention(nn.Module):
-    def __init__(self, config: DiTConfig, operations: ModuleType, **kw) -> None:
-        super().__init__()
-        width = config.width
-        self.head_dim = config.head_dim
-        self.fused: Callable[[Tensor], Tensor] | None = None  # q, k and v in one product, see `fused.fuse`
-        self.to_q = operations.Linear(width, width, bias=False, **kw)
-        self.to_k = operations.Linear(width, width, bias=False, **kw)
-        self.to_v = operations.Linear(width, width, bias=False, **kw)
-        self.to_out = nn.ModuleList([operations.Linear(width, width, bias=False, **kw)])
-        self.norm_q = operations.RMSNorm(config.head_dim, eps=config.eps, **kw)
-        self.norm_k = operations.RMSNorm(config.head_dim, eps=config.eps, **kw)
-
-    def project(self, x: Tensor, turn: Tensor, kernels: Kernels = EAGER) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, S, width] -> rotated q, rotated k and v, each [B, H, S, D]."""
-        if self.fused is None:
-            projected = (layer(x) for layer in (self.to_q, self.to_k, self.to_v))
-        else:
-            q, k, v = self.fused(x).chunk(3, dim=-1)
-            projected = (q, k, v.contiguous())  # lest the whole product lives as long as v
-        q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)
-        q, k = kernels.turned(q, self.norm_q, turn), kernels.turned(k, self.norm_k, turn)
-        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-
-    def output(self, attended: Tensor) -> Tensor:
-        """[B, H, S, D] -> [B, S, width]."""
-        return self.to_out[0](attended.transpose(1, 2).flatten(2))
-
-
-class GatedMLP(nn.Module):
-    def __init__(self, config: DiTConfig, operations: ModuleType, **kw) -> None:
-        super().__init__()
-        self.fused: Callable[[Tensor], Tensor] | None = None
-        self.gate_layer = operations.Linear(config.width, config.mlp_width, bias=False, **kw)
-        self.proj = operations.Linear(config.width, config.mlp_width, bias=False, **kw)
-        self.out = operations.Linear(config.mlp_width, config.width, bias=False, **kw)
-
-    def forward(self, x: Tensor, kernels: Kernels = EAGER) -> Tensor:
-        if self.fused is not None:
-            return self.out(kernels.gated(*self.fused(x).chunk(2, dim=-1)))
-        return self.out(kernels.gated(self.gate_layer(x), self.proj(x)))
-
-
-class Block(nn.Module):
-    """One transformer block, cut at its attention so that prefill and denoise put their own keys in between."""
-
-    def __init__(self, config: DiTConfig, operations: ModuleType, **kw) -> None:
-        super().__init__()
-        self.eps = config.eps
-        self.attn = Attention(config, operations, **kw)
-        self.img_mlp = GatedMLP(config, operations, **kw)
-
-    def project(
-        self, x: Tensor, modulation: Modulation, turn: Tensor, kernels: Kernels = EAGER
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, S, width] -> q, k, v [B, H, S, D]."""
-        return self.attn.project(kernels.norm(x, modulation.scale1, self.eps), turn, kernels)
-
-    def finish(self, x: Tensor, attended: Tensor, modulation: Modulation, kernels: Kernels = EAGER) -> Tensor:
-        """x and what its tokens attended to [B, H, S, D] -> the block's output [B, S, width]."""
-        x, hidden = kernels.residual_norm(x, modulation.gate1, self.attn.output(attended), modulation.scale2, self.eps)
-        return kernels.residual(x, modulation.gate2, self.img_mlp(hidden, kernels))
 
 
 class DiT(nn.Module):
@@ -292,13 +218,20 @@ class DiT(nn.Module):
         return self.img_in(references[segment.index].to(text).flatten(1).T[None])
 
     def rotation(self, segment: Segment, device: torch.device) -> Tensor:
-        return rotation(segment, self.config.rope_axes, self.config.rope_base, device)
+        """Of a segment's tokens [S, ...], in the kernels' form."""
+        return self.kernels.rotation(rotation(segment, self.config.rope_axes, self.config.rope_base, device))
 
     def modulate(self, sigma: Tensor, dtype: torch.dtype) -> tuple[Tensor, Modulation]:
         """Time embedding [1, width] and the shared modulation at sigma []."""
         embedding = self.time_text_embed["timestep_embedder"](sigma, dtype)
         scale1, gate1, scale2, gate2 = self.modulation(embedding)[0].chunk(4)
         return embedding, Modulation(1 + scale1, gate1.tanh(), 1 + scale2, gate2.tanh())
+
+    @property
+    def multiplies_fp8(self) -> bool:
+        """Whether products of blocks take their input in FP8."""
+        parts = (part for block in self.transformer_blocks for part in (block.attn, block.img_mlp))
+        return any(part.takes_fp8 or part.product_out is not None for part in parts)
 
     def check_inputs(self, text: Tensor, references: Sequence[Tensor]) -> None:
         if text.ndim != 2 or text.shape[1] != self.config.text_width:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .checkpoint.quant import Fp8Rows, quantize_rows
 from .config import DiTConfig
 from .errors import UserError
 from .rope import rotate
@@ -24,17 +25,22 @@ FEWEST_ROWS = 2  # a compiled kernel for any number of rows is none for a single
 
 
 class Kernels:
-    """PyTorch's own operations."""
+    """PyTorch's own operations. With `fp8`, results are quantized by token on the way."""
 
     name = "eager"
     ready = True
 
-    def prepare(self, config: DiTConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """What must be done once, before a transformer of these widths runs."""
+    def prepare(self, config: DiTConfig, dtype: torch.dtype, device: torch.device, *, fp8: bool = False) -> None:
+        """What must be done once, before a transformer of these widths runs; `fp8` if its products are in FP8."""
 
-    def norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    def quantized(self, x: Tensor) -> Fp8Rows:
+        """x [..., width] in E4M3."""
+        return Fp8Rows(*quantize_rows(x.reshape(-1, x.shape[-1])), x.shape, x.dtype)
+
+    def norm(self, x: Tensor, scale: Tensor, eps: float, *, fp8: bool = False) -> Tensor | Fp8Rows:
         """LayerNorm of x [..., width] without a bias, times scale [width]."""
-        return F.layer_norm(x, x.shape[-1:], scale, eps=eps)
+        normed = F.layer_norm(x, x.shape[-1:], scale, eps=eps)
+        return self.quantized(normed) if fp8 else normed
 
     def residual(self, x: Tensor, gate: Tensor, update: Tensor) -> Tensor:
         """x + gate * update; fp16 stays finite."""
@@ -42,20 +48,24 @@ class Kernels:
         return x.clip(-FP16_MAX, FP16_MAX) if x.dtype == torch.float16 else x
 
     def residual_norm(
-        self, x: Tensor, gate: Tensor, update: Tensor, scale: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, gate: Tensor, update: Tensor, scale: Tensor, eps: float, *, fp8: bool = False
+    ) -> tuple[Tensor, Tensor | Fp8Rows]:
         """`residual`, and `norm` of it."""
         x = self.residual(x, gate, update)
-        return x, self.norm(x, scale, eps)
+        return x, self.norm(x, scale, eps, fp8=fp8)
 
-    def gated(self, gate: Tensor, value: Tensor) -> Tensor:
+    def gated(self, gate: Tensor, value: Tensor, *, fp8: bool = False) -> Tensor | Fp8Rows:
         """silu(gate) * value, in the place of the gate unless a gradient needs it."""
-        if torch.is_grad_enabled() and gate.requires_grad:
-            return F.silu(gate) * value
-        return F.silu(gate, inplace=True).mul_(value)  # the largest activations: no second copy of them
+        own = needs_gradient(gate)  # the largest activations: no second copy of them elsewhere
+        gated = F.silu(gate) * value if own else F.silu(gate, inplace=True).mul_(value)
+        return self.quantized(gated) if fp8 else gated
+
+    def rotation(self, turn: Tensor) -> Tensor:
+        """The rotation [S, D / 2], made once for all layers, in the form that `turned` takes: a token a row."""
+        return turn
 
     def turned(self, x: Tensor, norm: Callable[[Tensor], Tensor], turn: Tensor) -> Tensor:
-        """RMS norm of x [B, S, H, D] by head, then its rotation by turn [S, D / 2]."""
+        """RMS norm of x [B, S, H, D] by head, then its rotation by turn, as `rotation` gives it."""
         return rotate(norm(x), turn)
 
 
@@ -75,6 +85,10 @@ class CompiledKernels(Kernels):
         self._residual = _compiled(EAGER.residual)
         self._residual_norm = _compiled(EAGER.residual_norm)
         self._gated = _compiled(_gated)
+        self._quantized = _compiled(quantize_rows)
+        self._norm_fp8 = _compiled(_norm_fp8)
+        self._residual_norm_fp8 = _compiled(_residual_norm_fp8)
+        self._gated_fp8 = _compiled(_gated_fp8)
         self._normed_and_turned = _compiled(_normed_and_turned)
         self._turned = _compiled(_turned)
         self.seconds: float | None = None  # that compiling took
@@ -83,7 +97,7 @@ class CompiledKernels(Kernels):
     def ready(self) -> bool:
         return self.seconds is not None
 
-    def prepare(self, config: DiTConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def prepare(self, config: DiTConfig, dtype: torch.dtype, device: torch.device, *, fp8: bool = False) -> None:
         """Compile. Raises `UserError` where nothing can be compiled here."""
         started = time.perf_counter()
         kw = {"dtype": dtype, "device": device}
@@ -92,10 +106,13 @@ class CompiledKernels(Kernels):
         heads = x.unflatten(-1, (-1, config.head_dim))
         turn = torch.ones(16, config.head_dim // 2, dtype=torch.complex64, device=device)
         try:
-            self.norm(x, scale, config.eps)
+            for quantizes in (False, True) if fp8 else (False,):
+                self.norm(x, scale, config.eps, fp8=quantizes)
+                self.residual_norm(x, scale, x, scale, config.eps, fp8=quantizes)
+                self.gated(gate, gate.clone(), fp8=quantizes)
+            if fp8:
+                self.quantized(x)
             self.residual(x, scale, x)
-            self.residual_norm(x, scale, x, scale, config.eps)
-            self.gated(gate, gate.clone())
             norm = nn.RMSNorm(config.head_dim, eps=config.eps, **kw)
             self.turned(heads, norm, turn)
             self.turned(heads, norm.forward, turn)
@@ -109,9 +126,16 @@ class CompiledKernels(Kernels):
             ) from error
         self.seconds = time.perf_counter() - started
 
-    def norm(self, x: Tensor, scale: Tensor, eps: float) -> Tensor:
+    def quantized(self, x: Tensor) -> Fp8Rows:
         if _plain(x):
-            return super().norm(x, scale, eps)
+            return super().quantized(x)
+        return Fp8Rows(*self._quantized(_rows(x)), x.shape, x.dtype)
+
+    def norm(self, x: Tensor, scale: Tensor, eps: float, *, fp8: bool = False) -> Tensor | Fp8Rows:
+        if _plain(x):
+            return super().norm(x, scale, eps, fp8=fp8)
+        if fp8:
+            return Fp8Rows(*self._norm_fp8(_rows(x), scale, eps), x.shape, x.dtype)
         return self._norm(_rows(x), scale, eps).view(x.shape)
 
     def residual(self, x: Tensor, gate: Tensor, update: Tensor) -> Tensor:
@@ -120,17 +144,23 @@ class CompiledKernels(Kernels):
         return self._residual(_rows(x), gate, _rows(update)).view(x.shape)
 
     def residual_norm(
-        self, x: Tensor, gate: Tensor, update: Tensor, scale: Tensor, eps: float
-    ) -> tuple[Tensor, Tensor]:
+        self, x: Tensor, gate: Tensor, update: Tensor, scale: Tensor, eps: float, *, fp8: bool = False
+    ) -> tuple[Tensor, Tensor | Fp8Rows]:
         if _plain(x):
-            return super().residual_norm(x, gate, update, scale, eps)
-        after, normed = self._residual_norm(_rows(x), gate, _rows(update), scale, eps)
+            return super().residual_norm(x, gate, update, scale, eps, fp8=fp8)
+        given = (_rows(x), gate, _rows(update), scale, eps)
+        if fp8:
+            after, codes, scales = self._residual_norm_fp8(*given)
+            return after.view(x.shape), Fp8Rows(codes, scales, x.shape, x.dtype)
+        after, normed = self._residual_norm(*given)
         return after.view(x.shape), normed.view(x.shape)
 
-    def gated(self, gate: Tensor, value: Tensor) -> Tensor:
+    def gated(self, gate: Tensor, value: Tensor, *, fp8: bool = False) -> Tensor | Fp8Rows:
         if _plain(gate):
-            return super().gated(gate, value)
+            return super().gated(gate, value, fp8=fp8)
         rows = _rows(gate)
+        if fp8:
+            return Fp8Rows(*self._gated_fp8(rows, _rows(value)), gate.shape, gate.dtype)
         self._gated(rows, _rows(value))
         return rows.view(gate.shape)
 
@@ -153,7 +183,11 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _plain(x: Tensor) -> bool:
     """Whether this goes to PyTorch's own operations."""
-    return x.shape[:-1].numel() < FEWEST_ROWS or (torch.is_grad_enabled() and x.requires_grad)
+    return x.shape[:-1].numel() < FEWEST_ROWS or needs_gradient(x)
+
+
+def needs_gradient(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -169,6 +203,21 @@ def _any_rows(x: Tensor) -> Tensor:
 
 def _gated(gate: Tensor, value: Tensor) -> None:
     gate.copy_(F.silu(gate) * value)
+
+
+def _norm_fp8(x: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return quantize_rows(EAGER.norm(x, scale, eps))
+
+
+def _residual_norm_fp8(
+    x: Tensor, gate: Tensor, update: Tensor, scale: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    x, normed = EAGER.residual_norm(x, gate, update, scale, eps)
+    return x, *quantize_rows(normed)
+
+
+def _gated_fp8(gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    return quantize_rows(F.silu(gate) * value)
 
 
 def _normed_and_turned(x: Tensor, weight: Tensor, pairs: Tensor, eps: float) -> Tensor:

@@ -70,7 +70,7 @@ def build_manifest(pipeline: Pipeline, plan: Plan, text: TextStates, prefixes: l
         },
         "loras": [describe(lora, strength) for lora, strength in pipeline.loras],
         "versions": library_versions(),
-        "warnings": [*plan.warnings, *(line for lora, _ in pipeline.loras for line in lora.warnings)],
+        "warnings": pipeline.warnings(plan),
     }
 
 

@@ -58,6 +58,7 @@ class Watch:
     check_cancel: Callable[[], None] = lambda: None
     on_step: Callable[[int, int, Tensor], None] = lambda i, n, latent: None
     on_stage: Callable[[str], None] = lambda stage: None
+    on_warning: Callable[[str], None] = lambda warning: None  # of what was not as asked, before the work starts
 
 
 @dataclass
@@ -94,6 +95,8 @@ class Pipeline:
         plan = make_plan(request, self.files)
         watch.on_stage("checking the files")
         self.files.check(encodes=bool(plan.references) or request.init_image is not None)
+        for warning in self.warnings(plan):
+            watch.on_warning(warning)
         prompts, negative = self._encode_prompts(plan, watch)
         self._release("encoder")
         references = self._encode_references(plan, watch)
@@ -221,7 +224,7 @@ class Pipeline:
         """Give a transformer its kernels, once for all runs."""
         if not self.kernels.ready:
             watch.on_stage("compiling")
-            self.kernels.prepare(dit.config, self.dtype, self.device)
+            self.kernels.prepare(dit.config, self.dtype, self.device, fp8=dit.multiplies_fp8)
         if self._attend is None:
             tokens = plan.grid[0] * plan.grid[1]
             references = sum(reference.width * reference.height for reference in plan.references)
@@ -269,6 +272,10 @@ class Pipeline:
         found = [file.stat() for file in checkpoint.files]
         stamps = [(stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in found]
         return f"{checkpoint.fingerprint} {stamps} {self._vae_dtype if name == 'vae' else self.dtype} {self.fp8}"
+
+    def warnings(self, plan: Plan) -> list[str]:
+        """What of a plan or of the LoRAs was not as asked."""
+        return [*plan.warnings, *(line for lora, _ in self.loras for line in lora.warnings)]
 
     def identity(self, codec: str) -> ModelIdentity:
         """What the K and V of this pipeline's prefixes depend on besides their inputs."""

@@ -51,23 +51,27 @@ def prefilled(monkeypatch):
 
 
 def pytest_addoption(parser):
-    parser.addoption("--fast", action="store_true", help="every transformer with compiled kernels and fused products")
+    told = "every transformer with fused products and these kernels"
+    parser.addoption("--fast", nargs="?", const="compiled", choices=("compiled", "kitchen"), help=told)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def fast_paths(request):
     """With --fast, what is opt-in or for GPUs alone runs everywhere: the same tests must pass."""
-    if not request.config.getoption("--fast"):
+    if not (chosen := request.config.getoption("--fast")):
         yield
         return
     from qwen21.branch import Branch
+    from qwen21.config import DiTConfig
     from qwen21.dit import DiT
     from qwen21.fused import fuse
     from qwen21.kernels import EAGER, CompiledKernels
+    from qwen21.kitchen import KitchenKernels
     from qwen21.pipeline import Pipeline
     from qwen21.prefix import Joined
 
-    kernels, load = CompiledKernels(), Pipeline._network
+    kernels, load = {"compiled": CompiledKernels, "kitchen": KitchenKernels}[chosen](), Pipeline._network
+    kernels.prepare(DiTConfig(heads=2), torch.float32, torch.device("cpu"))
 
     def network(self, name):
         found = load(self, name)

@@ -12,7 +12,8 @@ from torch import Tensor
 from ...qwen21.attention import sdpa
 from ...qwen21.config import DiTConfig
 from ...qwen21.errors import UserError
-from ...qwen21.kernels import EAGER, CompiledKernels, Kernels
+from ...qwen21.kernels import CompiledKernels, Kernels
+from ...qwen21.kitchen import uncompiled
 from .condition import Condition
 
 log = logging.getLogger(__name__)
@@ -22,27 +23,31 @@ UNSUPPORTED_PATCHES = ("single_block", "post_input", "attn1_patch", "double_bloc
 
 
 class Compiler:
-    """Compiled kernels for one transformer, once TorchCompileModel asks for them.
+    """The kernels of one transformer: compiled ones, once TorchCompileModel asks for them.
 
     Core's wrapper would compile the whole transformer for one size and one number of references. Our kernels are for
     all, and no weight is in them: weights may be patched, quantized or moved as ever.
     """
 
     def __init__(self) -> None:
-        self._kernels: Kernels | None = None
+        self._plain: Kernels | None = None
+        self._compiled: Kernels | None = None
 
     def kernels(self, config: DiTConfig, x: Tensor, options: dict[str, Any]) -> Kernels:
+        if self._plain is None:
+            self._plain = uncompiled(x.device)
+            self._plain.prepare(config, x.dtype, x.device)
         if COMPILED not in options.get("wrappers", {}).get(comfy.patcher_extension.WrappersMP.APPLY_MODEL, {}):
-            return EAGER
-        if self._kernels is None:
-            self._kernels = compiled = CompiledKernels()
+            return self._plain
+        if self._compiled is None:
+            self._compiled = compiled = CompiledKernels()
             try:
                 compiled.prepare(config, x.dtype, x.device)
                 log.info("Qwen-Image 2.1: compiled in %.1f s", compiled.seconds)
             except UserError as error:
-                self._kernels = EAGER
+                self._compiled = self._plain
                 log.warning("Qwen-Image 2.1 samples without compiling: %s", error)
-        return self._kernels
+        return self._compiled
 
 
 def refuse_unsupported(control: Any, options: dict[str, Any], condition: Condition | None) -> None:

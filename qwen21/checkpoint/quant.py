@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -122,6 +123,19 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return to_e4m3_range_(x.to(torch.float32, copy=True), scale).to(E4M3), scale
 
 
+class Fp8Rows(NamedTuple):
+    """An activation [..., columns] quantized by token: E4M3 codes [rows, columns] and fp32 scales [rows, 1]."""
+
+    codes: Tensor
+    scales: Tensor
+    shape: torch.Size  # of what was quantized
+    dtype: torch.dtype
+
+    def values(self) -> Tensor:
+        """What the codes stand for [..., columns]."""
+        return scaled(Packed(self.codes, self.scales), self.dtype).view(self.shape)
+
+
 def has_fp8_matmul(x: Tensor, weight: Tensor) -> bool:
     """Whether the GPU's tensor cores multiply these in FP8: bf16 activations, E4M3 weights, NVIDIA from 8.9 on."""
     return (
@@ -141,11 +155,20 @@ def fp8_matmul(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor | None
 
     None where this PyTorch has no product with a scale per row for this GPU.
     """
-    rows, row_scale = quantize_rows(x.reshape(-1, x.shape[-1]))
-    column_scale = torch.ones(1, 1, device=x.device) if scale is None else scale
-    column_scale = column_scale.reshape(1, -1).expand(1, len(weight)).contiguous()  # by rows on one side, so on both
+    rows = Fp8Rows(*quantize_rows(x.reshape(-1, x.shape[-1])), x.shape, x.dtype)
+    return fp8_product(rows, weight, column_scales(weight, scale))
+
+
+def column_scales(weight: Tensor, scale: Tensor | None) -> Tensor:
+    """A weight's scale, or none, as the product takes it: [1, rows], for by rows on one side means so on both."""
+    scale = torch.ones(1, 1, device=weight.device) if scale is None else scale
+    return scale.reshape(1, -1).expand(1, len(weight)).contiguous()
+
+
+def fp8_product(x: Fp8Rows, weight: Tensor, scales: Tensor) -> Tensor | None:
+    """`fp8_matmul` of what is quantized already, and scales as `column_scales` gives them."""
     try:
-        product = torch._scaled_mm(rows, weight.t(), scale_a=row_scale, scale_b=column_scale, out_dtype=x.dtype)
+        product = torch._scaled_mm(x.codes, weight.t(), scale_a=x.scales, scale_b=scales, out_dtype=x.dtype)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..attention import AttentionFunction
-from ..dit import Block, DiT
+from ..block import Block
+from ..dit import DiT
 from ..encoder import TextEncoder, text_rope
 from ..prompt import TokenLayout
 from ..rope import rotation

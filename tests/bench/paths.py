@@ -28,6 +28,7 @@ from qwen21.dit import DiT
 from qwen21.flex import FlexPrefill
 from qwen21.fused import fuse
 from qwen21.kernels import EAGER, CompiledKernels
+from qwen21.kitchen import KitchenKernels
 
 from .dit import Inputs, Pair, Size, add_size, rerun_row, size_of
 from .pairs import Row, compare
@@ -43,6 +44,7 @@ class Path:
 
     name: str
     compiled: bool = False
+    kitchen: bool = False
     fused: bool = False
     chosen_attention: bool = False
     fp8: bool = False
@@ -51,6 +53,7 @@ class Path:
 
 PATHS = (
     Path("eager"),
+    Path("comfy-kitchen, fused", kitchen=True, fused=True),
     Path("compiled", compiled=True),
     Path("compiled, fused", compiled=True, fused=True),
     Path("compiled, fused, chosen attention", compiled=True, fused=True, chosen_attention=True),
@@ -75,7 +78,10 @@ def built(path: Path, pair: Pair, kernels: CompiledKernels) -> DiT:
         shape = Shape(tokens, tokens, size.config.heads, size.config.head_dim)
         name, dit.attend = choose("auto", shape, size.dtype, torch.device(size.device))
         print(f"attention chosen: {name}")
-    dit.kernels = kernels if path.compiled else EAGER
+    dit.kernels = kernels if path.compiled else KitchenKernels() if path.kitchen else EAGER
+    if not dit.kernels.ready:
+        dit.kernels.prepare(size.config, size.dtype, torch.device(size.device))
+        print(f"kernels: {dit.kernels.name}")
     return dit
 
 
@@ -130,7 +136,7 @@ def peak(run: Callable[[], object], device: str) -> str:
 def rows(size: Size, pairs: int) -> Iterator[str]:
     pair = Pair(size, pairs)
     kernels = CompiledKernels()
-    kernels.prepare(size.config, size.dtype, torch.device(size.device))
+    kernels.prepare(size.config, size.dtype, torch.device(size.device), fp8=size.device == "cuda")
     yield f"compiled in {kernels.seconds:.1f} s\n\n{HEADER}"
     cases = {"text-to-image step": pair.inputs(0), f"step, {REFERENCES} references": pair.inputs(REFERENCES)}
     wanted = {name: exact(pair, case) for name, case in cases.items()}

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from qwen21 import attention, dit
+from qwen21.block import Modulation
 from qwen21.config import DiTConfig
-from qwen21.dit import DiT, Modulation, TimestepEmbedder
+from qwen21.dit import DiT, TimestepEmbedder
 from qwen21.errors import UserError
 from tests import tiny
 from tests.joint import joint_pass
@@ -240,7 +241,7 @@ def diffusers_velocity_in(model, text, references, slots, x, sigma, dtype):
 def test_fp16_residual_is_clipped(models, monkeypatch):
     block = models[0].transformer_blocks[0]
     monkeypatch.setattr(block.img_mlp, "forward", lambda x, kernels: torch.full_like(x, 60000.0))
-    monkeypatch.setattr(block.attn, "output", lambda attended: torch.zeros(1, 2, 256, dtype=attended.dtype))
+    monkeypatch.setattr(block.attn, "output", lambda attended, kernels: torch.zeros(1, 2, 256, dtype=attended.dtype))
     one = torch.ones(256, dtype=torch.float16)
     x = torch.full((1, 2, 256), 60000.0, dtype=torch.float16)
     out = block.finish(x, torch.zeros(1, 2, 2, 128, dtype=torch.float16), Modulation(one, one, one, one))

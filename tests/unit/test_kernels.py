@@ -80,6 +80,28 @@ def test_compiled_kernels_follow_their_formulas(compiled, batch, tokens):
 
 @needs_compiler
 @torch.inference_mode()
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (1, 40), (3, 7)])
+def test_what_kernels_quantize_has_a_scale_per_token(compiled, batch, tokens):
+    x, gate, update, scale, wide, value = given = inputs(batch, tokens)
+    wanted = by_formula(*given) | {"plain": x.double()}
+    for kernels in (EAGER, compiled):
+        after, normed = kernels.residual_norm(x, gate, update, scale, CONFIG.eps, fp8=True)
+        assert (after - wanted["residual"]).abs().max() < 1e-5
+        got = {
+            "norm": kernels.norm(x, scale, CONFIG.eps, fp8=True),
+            "gated": kernels.gated(wide.clone(), value, fp8=True),
+            "plain": kernels.quantized(x),
+        }
+        for rows, exact in [(normed, wanted["residual_norm"][1]), *((got[name], wanted[name]) for name in got)]:
+            largest = exact.abs().amax(-1, keepdim=True)
+            assert (rows.scales.view(*exact.shape[:-1], 1) - largest / 448).abs().max() < 1e-6
+            # Three bits behind the point of a value, and below the smallest normal one steps of 2^-9.
+            limit = (exact.abs() * 2**-4).clamp_min(largest / 448 * 2**-10) * 1.001
+            assert rows.codes.dtype == torch.float8_e4m3fn and ((rows.values() - exact).abs() <= limit).all()
+
+
+@needs_compiler
+@torch.inference_mode()
 def test_a_compiled_gate_is_in_its_place(compiled):
     gate, value = drawn(1, 1, 9, 64), drawn(2, 1, 9, 64)
     assert compiled.gated(gate, value).data_ptr() == gate.data_ptr()

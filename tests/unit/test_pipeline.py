@@ -108,6 +108,13 @@ def test_cfg_without_a_negative_is_reported(pipeline):
     assert "no negative prompt" in run(pipeline, cfg=4.0).manifest["warnings"][0]
 
 
+def test_warnings_come_before_the_work(pipeline):
+    heard = []
+    watch = Watch(on_warning=heard.append, on_step=lambda i, *_: heard.append(i))
+    result = pipeline.generate(Request("a cat", size=(50, 40), cfg=2.0, steps=1), watch)
+    assert heard == [*result.manifest["warnings"], 1] and len(heard) == 3
+
+
 def test_vision_features_are_shared_by_prompt_and_negative(pipeline, monkeypatch):
     looks = count_calls(monkeypatch, TextEncoder, "encode_vision")
     run(pipeline, negative="", cfg=2.0, references=(picture(1), picture(2), picture(1)))

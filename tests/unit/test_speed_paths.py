@@ -13,11 +13,12 @@ from qwen21.backends import Shape, choose
 from qwen21.branch import Branch
 from qwen21.checkpoint.load import find_folder
 from qwen21.checkpoint.lora_apply import Beside
-from qwen21.checkpoint.quant import Packed, QuantLinear, quantize_rows
+from qwen21.checkpoint.quant import Packed, QuantLinear, is_block_layer, quantize_rows
 from qwen21.config import DiTConfig
 from qwen21.dit import DiT
 from qwen21.errors import UserError
 from qwen21.flex import FlexPrefill
+from qwen21.kernels import CompiledKernels
 from qwen21.pipeline import Pipeline
 from qwen21.prefix import CODECS, Joined
 from qwen21.request import Request
@@ -79,6 +80,72 @@ def test_fp8_layers_fuse_with_their_scales(scale):
     wanted = velocity(dit)
     assert fused.fuse(dit) == 2 * CONFIG.layers
     assert (velocity(dit) - wanted).abs().max() < 1e-5 * max(1, wanted.abs().max())
+
+
+def all_in_fp8(dit):
+    """Every linear of the blocks, in the layers of a tiny model of bf16."""
+    for name, layer in list(dit.named_modules()):
+        if isinstance(layer, torch.nn.Linear) and is_block_layer(name):
+            dit.set_submodule(name, QuantLinear(Packed(*quantize_rows(layer.weight))))
+
+
+def rounded_by_token(x):
+    """x as E4M3 keeps it, with a scale per token: by formula."""
+    scale = x.float().abs().amax(-1, keepdim=True) / 448
+    return ((x.float() / scale).to(torch.float8_e4m3fn).float() * scale).to(x.dtype)
+
+
+def round_inputs(dit):
+    """Have each quantized linear see its input rounded, in the dtype it comes in."""
+    for layer in (module for module in dit.modules() if isinstance(module, QuantLinear)):
+        layer.register_forward_pre_hook(lambda _, given: (rounded_by_token(given[0]),))
+
+
+@needs_compiler
+@torch.inference_mode()
+@pytest.mark.parametrize("kernels", ["eager", "compiled"])
+def test_fp8_products_take_what_the_kernels_quantized(kernels):
+    """Equal, but for rounding, to layers that see the same rounded inputs; batched too."""
+    text, references, target = (each.bfloat16() if torch.is_tensor(each) else each for each in inputs(batch=2))
+    references = [each.bfloat16() for each in references]
+
+    def run(dit):
+        return dit.denoise(target, 0.6, dit.prefill(text, references, [3, 7])).float()
+
+    plain, wanted, dit = (new_dit().bfloat16() for _ in range(3))
+    for each in (wanted, dit):
+        all_in_fp8(each)
+    round_inputs(wanted)
+    assert fused.fuse(dit, fp8=True) == 2 * CONFIG.layers and dit.multiplies_fp8
+    if kernels == "compiled":
+        dit.kernels = CompiledKernels()
+        dit.kernels.prepare(CONFIG, torch.bfloat16, CPU, fp8=True)
+    got, wanted, exact = run(dit), run(wanted), run(plain)
+    assert relative(got, wanted) < 0.02
+    assert 0.01 < relative(got, exact) < 0.2  # what eight bits cost: they were at work
+
+
+def relative(got, wanted):
+    return float((got - wanted).norm() / wanted.norm())
+
+
+@torch.inference_mode()
+def test_without_an_fp8_product_the_rounded_values_are_multiplied(monkeypatch):
+    dit = new_dit()
+    all_in_fp8(dit)
+    assert fused.fuse(dit, fp8=True) == 2 * CONFIG.layers
+    wanted = new_dit()
+    all_in_fp8(wanted)
+    round_inputs(wanted)
+    monkeypatch.setattr(fused, "fp8_product", lambda *_: None)
+    assert relative(velocity(dit), velocity(wanted)) < 1e-3
+
+
+def test_devices_without_fp8_products_keep_the_plain_ones():
+    dit = new_dit()
+    all_in_fp8(dit)
+    fused.fuse(dit)
+    assert not dit.multiplies_fp8 and dit.transformer_blocks[0].attn.product_out is None
 
 
 def test_layers_with_loras_or_of_unequal_kinds_are_left_alone():
