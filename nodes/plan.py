@@ -98,7 +98,14 @@ class Qwen21MemoryPlan(io.ComfyNode):
         free = int(free_gib * GIB) or host.free_on_gpu()
         fp8 = Fp8() if dtype == host.FP8 else None
         plan = plan_memory(
-            parts, job, host.DTYPES.get(dtype), free=free, ram=available_ram(), codec=kv_storage, fp8=fp8
+            parts,
+            job,
+            host.DTYPES.get(dtype),
+            free=free,
+            ram=available_ram(),
+            codec=kv_storage,
+            fp8=fp8,
+            lays_out=False,
         )
         text = describe(plan)
         return io.NodeOutput(text, to_pixels(draw(plan))[None], ui=ui.PreviewText(text))

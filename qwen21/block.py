@@ -76,10 +76,13 @@ class GatedMLP(nn.Module):
         return self.fused is not None and self.fused.fp8
 
     def forward(self, x: Tensor | Fp8Rows, kernels: Kernels = EAGER) -> Tensor:
-        gate, value = (self.gate_layer(x), self.proj(x)) if self.fused is None else self.fused(x).chunk(2, dim=-1)
         if self.product_out is not None:
-            return self.product_out(kernels.gated(gate, value, fp8=True))
-        return self.out(kernels.gated(gate, value))
+            return self.product_out(self._gated(x, kernels, fp8=True))
+        return self.out(self._gated(x, kernels))
+
+    def _gated(self, x: Tensor | Fp8Rows, kernels: Kernels, *, fp8: bool = False) -> Tensor | Fp8Rows:
+        gate, value = (self.gate_layer(x), self.proj(x)) if self.fused is None else self.fused(x).chunk(2, dim=-1)
+        return kernels.gated(gate, value, fp8=fp8)
 
 
 class Block(nn.Module):
@@ -100,6 +103,13 @@ class Block(nn.Module):
 
     def finish(self, x: Tensor, attended: Tensor, modulation: Modulation, kernels: Kernels = EAGER) -> Tensor:
         """x and what its tokens attended to [B, H, S, D] -> the block's output [B, S, width]."""
-        update, fp8 = self.attn.output(attended, kernels), self.img_mlp.takes_fp8
-        x, hidden = kernels.residual_norm(x, modulation.gate1, update, modulation.scale2, self.eps, fp8=fp8)
+        # The update in no name of its own: it would live as long as the MLP runs.
+        x, hidden = kernels.residual_norm(
+            x,
+            modulation.gate1,
+            self.attn.output(attended, kernels),
+            modulation.scale2,
+            self.eps,
+            fp8=self.img_mlp.takes_fp8,
+        )
         return kernels.residual(x, modulation.gate2, self.img_mlp(hidden, kernels))

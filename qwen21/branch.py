@@ -74,15 +74,15 @@ class Branch:
         return result
 
     def _join(self, prefix: Prefix, rows: int) -> Joined | None:
-        """The prefix laid out for all steps, where the GPU has room for it beside what a step needs."""
+        """The prefix laid out for all steps, where there is room for it beside what a step needs."""
         pipeline, config = self.pipeline, self.dit.config
         tokens = self.plan.grid[0] * self.plan.grid[1]
-        free = pipeline.placement(0).free()
-        if free is None or not self.plan.request.prefix_cache:
+        spare = pipeline.placement(0).spare()
+        if spare is None or not self.plan.request.prefix_cache:
             return None
         needed = Joined.nbytes(config, prefix.length, tokens, pipeline.dtype)
         working = working_bytes(config, rows, tokens, prefix.layout.unit_tokens, pipeline.dtype)
-        if needed + working > free // 2:  # the other half is for the other branch, and for decoding
+        if not Joined.fits(needed, working, spare):
             return None
         return Joined(prefix, tokens, config.layers, pipeline.device, pipeline.dtype)
 

@@ -45,14 +45,14 @@ class KitchenKernels(Kernels):
 
     def _agrees(self, config: DiTConfig, dtype: torch.dtype, device: torch.device) -> bool:
         generator = torch.Generator().manual_seed(0)
-        x, weight, angles = (
+        product, weight, angles = (
             torch.randn(*shape, generator=generator).to(device)
-            for shape in ((1, 16, config.heads, config.head_dim), (config.head_dim,), (16, config.head_dim // 2))
+            for shape in ((1, 16, 3 * config.width), (config.head_dim,), (16, config.head_dim // 2))
         )
+        x = product.to(dtype).chunk(3, dim=-1)[1].unflatten(-1, (config.heads, -1))  # strided, as q, k and v can be
         norm = nn.RMSNorm(config.head_dim, eps=config.eps, dtype=dtype, device=device)
         norm.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
         turn = torch.polar(torch.ones_like(angles), angles)
-        x = x.to(dtype)
         wanted = EAGER.turned(x, norm, turn).float()
         limit = TOLERANCE * torch.finfo(dtype).eps * wanted.abs().max()
         return all(

@@ -19,7 +19,8 @@ Tiles = Mapping[int | None, int]  # peak bytes by tile in latent cells, None for
 class Needs:
     """Bytes of a run's parts. weights: of encoder, dit and vae. reading: the text encoder's activations. prefix,
     prefill and step by codec, the most faithful first; the last two are the transformer's activations beside weights
-    and prefix, `away_` with the prefix in RAM. encode is empty where no picture goes into the VAE."""
+    and prefix, `away_` with the prefix in RAM. encode is empty where no picture goes into the VAE. joined: what each
+    branch's prefix takes once more, laid out for all steps where there is room."""
 
     weights: Mapping[str, int]
     reading: int
@@ -30,6 +31,7 @@ class Needs:
     away_step: Mapping[str, int]
     decode: Tiles
     encode: Tiles
+    joined: tuple[int, ...] = ()
 
     def working(self, codec: str, away: bool) -> int:
         """The transformer's activations, with what kernels and the allocator take on top."""

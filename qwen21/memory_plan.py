@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,7 +13,7 @@ from .checkpoint.load import Component, own_dtype
 from .checkpoint.quant import Fp8
 from .config import LATENT_PIXELS
 from .memory_choice import Choice, Needs, choose
-from .prefix import CODECS, FIDELITY
+from .prefix import CODECS, FIDELITY, Joined
 from .prefix.keys import unit_names
 from .prompt import VISION_MERGE, Size, TokenLayout
 from .sequence import PrefixLayout, prefix_layout
@@ -121,6 +121,17 @@ class MemoryPlan:
     choice: Choice
 
     @property
+    def laid_out(self) -> int:
+        """Bytes of prefixes that are laid out for all steps."""
+        needs, choice = self.needs, self.choice
+        away = self.gpu and choice.placement == "cpu"
+        spare, taken = self.free - needs.resident - (0 if away else needs.prefix[choice.codec]), 0
+        for nbytes in needs.joined:
+            if Joined.fits(nbytes, needs.working(choice.codec, away), spare - taken):
+                taken += nbytes
+        return taken
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
         needs, choice = self.needs, self.choice
         away, codec = self.gpu and choice.placement == "cpu", choice.codec
@@ -133,7 +144,7 @@ class MemoryPlan:
             Stage("prompt", needs.weights["encoder"], 0, needs.reading),
             *encode,
             Stage("prefill", weights, prefix, prefill[codec]),
-            Stage("step", weights, prefix, step[codec]),
+            Stage("step", weights, prefix + self.laid_out, step[codec]),
             Stage("decode", needs.weights["vae"], left, needs.decode[choice.tile_decode]),
         )
 
@@ -149,18 +160,26 @@ def plan_memory(
     codec: str = "auto",
     fp8: Fp8 | None = None,
     beside: int = 0,
+    lays_out: bool = True,
 ) -> MemoryPlan:
     """The plan of a job with the components `dit`, `encoder` and `vae`, from their headers.
 
     dtype None is each file's own. free: bytes of the GPU, None where the CPU computes. placement and codec: auto, or
     what `choose` takes. fp8: block linears that are not quantized yet are kept in fp8.
-    beside: bytes of LoRAs beside the transformer's weights.
+    beside: bytes of LoRAs beside the transformer's weights. lays_out: whether a run may lay its prefixes out for all
+    steps.
     """
     compute = dtype or own_dtype(parts["dit"])
     needs = _needs(parts, job, dtype, compute, fp8, beside)
+    if lays_out:
+        needs = replace(needs, joined=_joined(parts["dit"], job, compute))
     choice = choose(needs, free or 0, ram, gpu=free is not None, placement=placement, codec=codec)
     units = _kept_units(parts["dit"], job, compute)
     return MemoryPlan(job, compute, needs, units, ram if free is None else free, ram, free is not None, choice)
+
+
+def _joined(part: Component, job: Job, dtype: torch.dtype) -> tuple[int, ...]:
+    return tuple(Joined.nbytes(part.config, layout.length, math.prod(job.grid), dtype) for layout in job.prefixes)
 
 
 def _kept_units(part: Component, job: Job, dtype: torch.dtype) -> tuple[KeptUnit, ...]:

@@ -93,6 +93,8 @@ def _words(plan: MemoryPlan) -> list[str]:
     choice = plan.choice
     lines = list(choice.reasons)
     lines.append(f"prefill: units of up to {choice.chunk} tokens at once, larger ones in equal chunks")
+    if plan.laid_out:
+        lines.append(f"steps: the prefix is laid out once for all of them, {size(plan.laid_out)} more")
     kept, budget = plan.needs.prefix[choice.codec], memory.store_budget()
     if kept > budget:
         lines.append(f"store: the prefix is larger than its budget of {size(budget)}, so the next run cannot reuse all")

@@ -24,6 +24,12 @@ class Joined:
         return self._layers[layer]
 
     @staticmethod
+    def fits(nbytes: int, working: int, spare: int) -> bool:
+        """Whether one is made beside `working` bytes of activations: the other half of what is spare is for the other
+        branch, and for decoding."""
+        return nbytes + working <= spare // 2
+
+    @staticmethod
     def nbytes(config: DiTConfig, prefix: int, tokens: int, dtype: torch.dtype) -> int:
         """Bytes for a prefix and a target of so many tokens."""
         return 2 * config.layers * (prefix + tokens) * config.width * dtype.itemsize

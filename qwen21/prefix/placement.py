@@ -39,6 +39,10 @@ class Placement:
             lacking -= self.give_up(lacking, head)
         return self.device if self.where == "gpu" or lacking <= 0 else RAM
 
+    def spare(self) -> int | None:
+        """Free bytes of the device that computes; None where nothing is known of it."""
+        return self.free_ram() if self.device.type == "cpu" else self.free()
+
     def room(self) -> tuple[int | None, int]:
         """Bytes for a prefix on the device (None where it cannot lie there) and in RAM: what is free, and what stored
         prefixes would give up."""

@@ -18,7 +18,7 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVC
 from qwen21.config import DiTConfig
 from qwen21.dit import DiT
 from qwen21.kernels import CompiledKernels
-from qwen21.prefix import Prefix
+from qwen21.prefix import Joined, Prefix
 from qwen21.sampler import sample
 from qwen21.schedule import turbo_sigmas
 
@@ -106,17 +106,23 @@ class Inputs:
         make = self.pair.prefill or self.pair.ours.prefill
         return make(self.text, self.references, self.slots)
 
+    def joined(self, prefix: Prefix) -> Joined:
+        """The prefix laid out for a run's steps, as a run with free memory has it."""
+        tokens, device = self.target.shape[-2] * self.target.shape[-1], self.target.device
+        return Joined(prefix, tokens, self.pair.size.config.layers, device, self.target.dtype)
+
 
 def step_row(pair: Pair, references: int) -> Row:
     """A denoising step over a cached prefix."""
     case = pair.inputs(references)
     x, cache, prefix = case.packed_target, case.new_cache(), case.prefill()
+    joined = case.joined(prefix)
     case.theirs(x, 1.0, cache, "extract")
     name = f"edit step, {references} reference{'s' * (references > 1)}" if references else "text-to-image step"
     return compare(
         name,
         lambda: case.theirs(x, 0.5, cache, "cached"),
-        lambda: pair.ours.denoise(case.target, 0.5, prefix),
+        lambda: pair.ours.denoise(case.target, 0.5, prefix, joined=joined),
         pair.pairs,
     )
 
@@ -148,8 +154,10 @@ def edit_row(pair: Pair, references: int) -> Row:
 
     def ours() -> torch.Tensor:
         prefix = case.prefill()
-        dtype = pair.size.dtype
-        return sample(lambda x, s: pair.ours.denoise(x.to(dtype), s, prefix), case.target.float(), sigmas)
+        joined, dtype = case.joined(prefix), pair.size.dtype
+        return sample(
+            lambda x, s: pair.ours.denoise(x.to(dtype), s, prefix, joined=joined), case.target.float(), sigmas
+        )
 
     difference = (theirs().transpose(1, 2).unflatten(2, pair.size.target).float() - ours()).abs().max()
     assert pair.size.dtype != torch.float32 or difference < 1e-3, f"the two disagree by {difference}"

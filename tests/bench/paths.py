@@ -106,7 +106,8 @@ def their_step(case: Inputs) -> Callable[[], Tensor]:
 
 def our_step(case: Inputs) -> Callable[[], Tensor]:
     dit, prefix = case.pair.ours, case.prefill()
-    return lambda: dit.denoise(case.target, SIGMA, prefix)
+    joined = case.joined(prefix)
+    return lambda: dit.denoise(case.target, SIGMA, prefix, joined=joined)
 
 
 def their_first(case: Inputs) -> Callable[[], Tensor]:

@@ -56,9 +56,11 @@ class Session:
         """An edit whose prefix was found as `kind` says."""
         prefix, reuse = self.prefix(text)
         assert reuse.kind == kind, f"expected a {kind}, got {reuse}"
-        dtype = text.dtype
+        dtype, joined = text.dtype, self.case.joined(prefix)
         return sample(
-            lambda x, sigma: self.dit.denoise(x.to(dtype), sigma, prefix), self.case.target.float(), turbo_sigmas()
+            lambda x, sigma: self.dit.denoise(x.to(dtype), sigma, prefix, joined=joined),
+            self.case.target.float(),
+            turbo_sigmas(),
         )
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from qwen21.cli import build_parser, main
 from qwen21.config import DiTConfig
 from qwen21.memory_choice import size
 from qwen21.memory_plan import Job, plan_memory
+from qwen21.memory_show import describe
 from qwen21.pipeline import Pipeline, Request, Watch
 from tests import tiny
 from tests.live import Live
@@ -212,6 +214,22 @@ def test_typical_prompts(model):
         ("the text, negative", 128),
     ]
     assert made.dtype == torch.float32 and not made.gpu
+
+
+def test_prefixes_are_laid_out_once_where_half_of_the_room_holds_them(model, tmp_path):
+    picture = save(tmp_path / "a.png", (64, 64))
+    edit = ["--model", model, "--image", picture, "--resolution", 64, "--negative", "dull", "--cfg", 2]
+    made = planned(*edit, "--free", 1)
+    config = find_folder(model).dit.config
+    both = [2 * config.layers * (layout.length + 16) * config.width * 2 for layout in made.job.prefixes]
+    assert made.laid_out == sum(both) and f"laid out once for all of them, {size(sum(both))}" in describe(made)
+    step, prefill = (next(stage for stage in made.stages if stage.name == name) for name in ("step", "prefill"))
+    assert step.prefix == prefill.prefix + sum(both)
+    beside = made.needs.resident + made.needs.prefix["native"]
+    enough = 2 * (both[0] + made.needs.working("native", False))
+    for free, expected in ((enough, both[0]), (enough - 1, 0)):
+        assert replace(made, free=free + beside).laid_out == expected
+    assert planned(*edit, "--free", 1, "--prefix-cache", "off").laid_out == 0
 
 
 def test_what_the_arguments_of_a_run_change(model, tmp_path):

@@ -20,7 +20,8 @@ from qwen21.errors import UserError
 from qwen21.flex import FlexPrefill
 from qwen21.kernels import CompiledKernels
 from qwen21.pipeline import Pipeline
-from qwen21.prefix import CODECS, Joined
+from qwen21.prefix import CODECS, Joined, Store
+from qwen21.prefix.placement import Placement
 from qwen21.request import Request
 from tests import tiny
 from tests.compiler import needs_compiler
@@ -172,7 +173,7 @@ def test_a_joined_prefix_is_bit_equal(codec, batch):
 
 
 @pytest.mark.parametrize(("free", "joins"), [(10**9, True), (10**4, False), (None, False)])
-def test_a_prefix_is_joined_where_the_gpu_has_room(tmp_path, monkeypatch, free, joins):
+def test_a_prefix_is_joined_where_there_is_room(tmp_path, monkeypatch, free, joins):
     pipeline = Pipeline(find_folder(tiny.Tiny(tmp_path).folder))
     request = Request("a cat", size=(64, 64), steps=2)
     wanted = pipeline.generate(request)
@@ -181,11 +182,17 @@ def test_a_prefix_is_joined_where_the_gpu_has_room(tmp_path, monkeypatch, free, 
     monkeypatch.setattr(Branch, "_join", lambda self, *a: made.append(join(self, *a)) or made[-1])
     placed = pipeline.placement(0)
     monkeypatch.setattr(
-        Pipeline, "placement", lambda self, n: SimpleNamespace(free=lambda: free, room=placed.room, place=placed.place)
+        Pipeline, "placement", lambda self, n: SimpleNamespace(spare=lambda: free, room=placed.room, place=placed.place)
     )
     got = pipeline.generate(request)
     assert [one is not None for one in made] == [joins]  # once, for all steps
     assert torch.equal(got.latents, wanted.latents)
+
+
+@pytest.mark.parametrize(("device", "spare"), [("cpu", 7), ("cuda", 5)])
+def test_room_is_where_the_steps_run(device, spare):
+    known = (lambda: 5, lambda: 7, lambda nbytes, head: 0)
+    assert Placement("auto", torch.device(device), 0, Store(1), *known).spare() == spare
 
 
 # --- attention -----------------------------------------------------------------------------------------------------
