@@ -24,7 +24,6 @@ from ..writing import write_together
 LossOf = Callable[[int, Random, torch.Generator], Tensor]  # of a step's number, and two ways to draw by chance
 
 WARM_UP = 200  # steps
-COOL_DOWN = 0.25  # of a plan's steps
 SAVE_SECONDS = 120
 CLIP = 1.0
 STATES = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")  # what optimisers keep of a parameter
@@ -38,13 +37,14 @@ class Plan:
     steps: int
     rate: float
     hidden: Callable[[str, Tensor], bool]
+    cool_down: float = 0.25  # of the steps
     decay: float = 0.999
     weight_decay: float = 0.01
     seed: int = 0
 
     def rate_at(self, step: int) -> float:
         """Linear warm-up, level, and down to nothing over the last part: a longer plan changes nothing before that."""
-        return self.rate * min(1, (step + 1) / WARM_UP, (self.steps - step) / (COOL_DOWN * self.steps))
+        return self.rate * min(1, (step + 1) / WARM_UP, (self.steps - step) / (self.cool_down * self.steps))
 
 
 @dataclass

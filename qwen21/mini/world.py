@@ -247,14 +247,26 @@ def _cut_out(rng: Random) -> Task:
 
 def _combine(rng: Random) -> Task:
     """The shape of one reference, on its own ground and place, in the colour of the other's."""
-    scenes = [random_scene(rng, most=1) for _ in range(2)]
-    while scenes[0].shapes[0].color == scenes[1].shapes[0].color:
-        scenes[1] = random_scene(rng, most=1)
-    shape = rng.randrange(2)
+    scenes, shape = _pair(rng), rng.randrange(2)
     kept, color = scenes[shape], scenes[1 - shape].shapes[0].color
     result = replace(kept, shapes=(replace(kept.shapes[0], color=color),))
     prompt = f"The shape of <image{shape + 1}> in the color of <image{2 - shape}>."
     return Task("combine", prompt, tuple(scenes), result)
+
+
+def _copy(rng: Random) -> Task:
+    """One of two references as it is: it teaches to tell them apart by their numbers alone."""
+    scenes, number = _pair(rng), rng.randrange(2)
+    prompt = f"The shape of <image{number + 1}> in the color of <image{number + 1}>."
+    return Task("copy", prompt, tuple(scenes), scenes[number])
+
+
+def _pair(rng: Random) -> list[Scene]:
+    """Two scenes of one shape each, in different colours."""
+    scenes = [random_scene(rng, most=1) for _ in range(2)]
+    while scenes[0].shapes[0].color == scenes[1].shapes[0].color:
+        scenes[1] = random_scene(rng, most=1)
+    return scenes
 
 
 def _changed(scene: Scene, shape: Shape, new: Shape, prompt: str) -> Task:
@@ -272,15 +284,16 @@ EDITS: dict[str, Callable[[Random], Task]] = {
     "cut out": _cut_out,
     "combine": _combine,
 }
+LESSONS = {"copy": _copy}  # learnt, but not asked for
 
 
 def random_task(rng: Random, kind: str, held_out: bool = False) -> Task:
-    """A task of a kind: `paint` (text to image) or one of `EDITS`; held out from training, or not."""
+    """A task of a kind: `paint` (text to image), or one of `EDITS` or `LESSONS`; held out from training, or not."""
     while True:
         if kind == "paint":
             scene = random_scene(rng)
             task = Task(kind, caption(scene), (), scene)
         else:
-            task = EDITS[kind](rng)
+            task = (EDITS | LESSONS)[kind](rng)
         if task.held_out == held_out:
             return task

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from qwen21.checkpoint.load import module_of
-from qwen21.mini import joint, model, train_vae
+from qwen21.mini import joint, model, train_dit, train_vae
 from qwen21.mini.training import Plan, Training
 from qwen21.mini.world import draw, random_task
 from qwen21.prompt import Reference, layout_tokens, vision_patches
@@ -59,6 +59,22 @@ def test_joint_pass_equals_what_samples(networks, tokenizer, kind):
         expected = dit.denoise(target[i : i + 1], sigma[i], prefix)
         assert expected.std() > 0.1
         torch.testing.assert_close(got[i : i + 1], expected, rtol=0, atol=5e-5)
+
+
+@torch.no_grad()
+def test_slots_alone_tell_two_references_apart(tokenizer, monkeypatch):
+    """Where the encoder sees them exchanged, the transformer's slots keep their order."""
+    vae = randomise(module_of("vae", model.VAE).to_empty(device="cpu"), 3)
+    monkeypatch.setattr(train_dit, "KINDS", {"combine": 1})
+    batches = []
+    for share in (0.0, 1.0):
+        monkeypatch.setattr(train_dit, "EXCHANGED", share)
+        batches.append(train_dit.make_batch(vae, tokenizer, Random(1)))
+    plain, exchanged = batches
+    assert [torch.equal(a, b) for a, b in zip(plain.patches, exchanged.patches[::-1], strict=True)] == [True, True]
+    assert not torch.equal(*plain.patches)
+    assert all(torch.equal(a, b) for a, b in zip(plain.references, exchanged.references, strict=True))
+    assert torch.equal(plain.target, exchanged.target) and torch.equal(plain.ids, exchanged.ids)
 
 
 def test_every_word_of_the_world_is_one_token(tokenizer):

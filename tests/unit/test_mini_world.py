@@ -130,3 +130,10 @@ def test_an_edit_changes_something(kind):
         assert task.result not in task.references
         colors = [shape.color for shape in task.result.shapes]
         assert len(set(colors)) == len(colors)
+
+
+def test_a_copy_is_of_the_reference_that_is_named():
+    tasks = [random_task(Random(seed), "copy") for seed in range(20)]
+    assert all(task.result == task.references["<image2>" in task.prompt] for task in tasks)
+    assert all(task.references[0] != task.references[1] for task in tasks)
+    assert len({task.prompt for task in tasks}) == 2
