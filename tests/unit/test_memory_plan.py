@@ -226,8 +226,9 @@ def test_prefixes_are_laid_out_once_where_half_of_the_room_holds_them(model, tmp
     step, prefill = (next(stage for stage in made.stages if stage.name == name) for name in ("step", "prefill"))
     assert step.prefix == prefill.prefix + sum(both)
     beside = made.needs.resident + made.needs.prefix["native"]
-    enough = 2 * (both[0] + made.needs.working("native", False))
-    for free, expected in ((enough, both[0]), (enough - 1, 0)):
+    one, two = (2 * (nbytes + made.needs.working("native", False)) for nbytes in both)
+    two += both[0]  # which is taken by then
+    for free, expected in ((one - 1, 0), (one, both[0]), (two - 1, both[0]), (two, sum(both))):
         assert replace(made, free=free + beside).laid_out == expected
     assert planned(*edit, "--free", 1, "--prefix-cache", "off").laid_out == 0
 
