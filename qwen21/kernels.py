@@ -178,7 +178,9 @@ class CompiledKernels(Kernels):
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, fullgraph=True)
+    """Not `fullgraph`: a process that has run more widths and dtypes than PyTorch keeps kernels for goes on without
+    them, where that would be an error."""
+    return torch.compile(function)
 
 
 def _plain(x: Tensor) -> bool:

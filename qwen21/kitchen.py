@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +17,14 @@ class KitchenKernels(Kernels):
     """comfy-kitchen's kernel where `prepare` saw it compute what PyTorch's operations do, else those."""
 
     def __init__(self) -> None:
-        self._kitchen: ModuleType | None = None
+        # Its functions, not the module: transformers are copied, and a module cannot be.
+        self._rms_rope: Callable[..., Tensor] | None = None
+        self._rope: Callable[..., Tensor] | None = None
         self._prepared = False
 
     @property
     def name(self) -> str:
-        return EAGER.name if self._kitchen is None else "comfy-kitchen"
+        return EAGER.name if self._rope is None else "comfy-kitchen"
 
     @property
     def ready(self) -> bool:
@@ -35,13 +36,13 @@ class KitchenKernels(Kernels):
         try:
             import comfy_kitchen
 
-            self._kitchen = comfy_kitchen
+            self._rms_rope, self._rope = comfy_kitchen.rms_rope1, comfy_kitchen.apply_rope1
             if not self._agrees(config, dtype, device):
-                self._kitchen = None
+                self._rms_rope = self._rope = None
         except torch.OutOfMemoryError:
             raise
         except Exception:  # of any kind: it is optional, and PyTorch's operations serve as well
-            self._kitchen = None
+            self._rms_rope = self._rope = None
 
     def _agrees(self, config: DiTConfig, dtype: torch.dtype, device: torch.device) -> bool:
         generator = torch.Generator().manual_seed(0)
@@ -62,20 +63,20 @@ class KitchenKernels(Kernels):
 
     def rotation(self, turn: Tensor) -> Tensor:
         """As matrices [S, D / 2, 2, 2]."""
-        if self._kitchen is None:
+        if self._rope is None:
             return turn
         cos, sin = turn.real, turn.imag
         return torch.stack([cos, -sin, sin, cos], dim=-1).unflatten(-1, (2, 2))
 
     def turned(self, x: Tensor, norm: Callable[[Tensor], Tensor], turn: Tensor) -> Tensor:
-        if self._kitchen is None:
+        if self._rope is None:
             return EAGER.turned(x, norm, turn)
         if needs_gradient(x):
             return EAGER.turned(x, norm, torch.complex(turn[:, :, 0, 0], turn[:, :, 1, 0]))
         matrices = turn[None, :, None]  # [1, S, 1, D / 2, 2, 2]
         if type(norm) is nn.RMSNorm:  # a host's own may keep its weight elsewhere
-            return self._kitchen.rms_rope1(x, matrices, norm.weight, norm.eps)
-        return self._kitchen.apply_rope1(norm(x), matrices)
+            return self._rms_rope(x, matrices, norm.weight, norm.eps)
+        return self._rope(norm(x), matrices)
 
 
 def uncompiled(device: torch.device) -> Kernels:

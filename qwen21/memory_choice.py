@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from . import dit, tiling
 from .config import LATENT_PIXELS
 from .memory import ALLOWANCE
+from .prefix import Joined
 
 LESS = "choose a smaller resolution or size, fewer references or a smaller batch"
 MISFIT = "does not fit: "
@@ -37,6 +38,14 @@ class Needs:
         """The transformer's activations, with what kernels and the allocator take on top."""
         prefill, step = (self.away_prefill, self.away_step) if away else (self.prefill, self.step)
         return int(max(prefill[codec], step[codec]) * ALLOWANCE)
+
+    def laid_out(self, codec: str, away: bool, free: int) -> int:
+        """Bytes of prefixes that are laid out for all steps, on a device with so many free ones."""
+        spare, taken = free - self.resident - (0 if away else self.prefix[codec]), 0
+        for nbytes in self.joined:
+            if Joined.fits(nbytes, self.working(codec, away), spare - taken):
+                taken += nbytes
+        return taken
 
     @property
     def resident(self) -> int:
@@ -163,7 +172,7 @@ def _together(needs: Needs, room: Room, place: str, codec: str, tiles: Sequence[
     away = room.away(place)
     vae = [peaks[tile] for peaks, tile in zip((needs.encode, needs.decode), tiles, strict=True) if peaks]
     stages = [
-        needs.working(codec, away),
+        needs.working(codec, away) + needs.laid_out(codec, away, room.free),
         int(needs.reading * ALLOWANCE),
         *(int(peak * tiling.WORKSPACE) for peak in vae),
     ]

@@ -123,13 +123,8 @@ class MemoryPlan:
     @property
     def laid_out(self) -> int:
         """Bytes of prefixes that are laid out for all steps."""
-        needs, choice = self.needs, self.choice
-        away = self.gpu and choice.placement == "cpu"
-        spare, taken = self.free - needs.resident - (0 if away else needs.prefix[choice.codec]), 0
-        for nbytes in needs.joined:
-            if Joined.fits(nbytes, needs.working(choice.codec, away), spare - taken):
-                taken += nbytes
-        return taken
+        away = self.gpu and self.choice.placement == "cpu"
+        return self.needs.laid_out(self.choice.codec, away, self.free)
 
     @property
     def stages(self) -> tuple[Stage, ...]:

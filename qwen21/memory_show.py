@@ -94,7 +94,8 @@ def _words(plan: MemoryPlan) -> list[str]:
     lines = list(choice.reasons)
     lines.append(f"prefill: units of up to {choice.chunk} tokens at once, larger ones in equal chunks")
     if plan.laid_out:
-        lines.append(f"steps: the prefix is laid out once for all of them, {size(plan.laid_out)} more")
+        more = size(plan.laid_out)
+        lines.append(f"steps: the prefix is laid out once for all of them, with room for the target's K/V, {more} more")
     kept, budget = plan.needs.prefix[choice.codec], memory.store_budget()
     if kept > budget:
         lines.append(f"store: the prefix is larger than its budget of {size(budget)}, so the next run cannot reuse all")

@@ -71,7 +71,8 @@ def fast_paths(request):
     from qwen21.prefix import Joined
 
     kernels, load = {"compiled": CompiledKernels, "kitchen": KitchenKernels}[chosen](), Pipeline._network
-    kernels.prepare(DiTConfig(heads=2), torch.float32, torch.device("cpu"))
+    if chosen == "kitchen":
+        kernels.prepare(DiTConfig(heads=2), torch.float32, torch.device("cpu"))
 
     def network(self, name):
         found = load(self, name)
@@ -85,6 +86,7 @@ def fast_paths(request):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(DiT.__init__.__kwdefaults__, "kernels", kernels)
+        patch.setattr("qwen21.kitchen.uncompiled", lambda device: kernels)
         patch.setattr(Pipeline, "_network", network)
         patch.setattr(Branch, "_join", join)
         defaults = (kernels if default is EAGER else default for default in Pipeline.__init__.__defaults__)

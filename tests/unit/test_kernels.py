@@ -150,6 +150,16 @@ def test_a_compiled_transformer_paints_the_same_and_compiles_no_more(compiled):
         before = graphs
 
 
+@needs_compiler
+@torch.inference_mode()
+def test_more_widths_than_pytorch_keeps_kernels_for_run_without():
+    made = CompiledKernels()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for width in (48, 80, 112):
+            x, scale = drawn(width, 1, 9, width), drawn(1, width)
+            assert (made.norm(x, scale, 1e-6) - EAGER.norm(x, scale, 1e-6)).abs().max() < 1e-5
+
+
 def test_a_compiler_that_fails_is_told_in_one_line(monkeypatch):
     def broken(*_):
         raise RuntimeError("no C++ compiler\nwas found")

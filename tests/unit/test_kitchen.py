@@ -1,5 +1,6 @@
 """comfy-kitchen's kernel is used only where it computes what PyTorch does."""
 
+import copy
 import sys
 
 import comfy_kitchen
@@ -73,6 +74,12 @@ def test_a_transformer_paints_the_same():
     for dit.kernels in (EAGER, prepared()):
         velocities.append(dit.denoise(target, 0.6, dit.prefill(states, latents, [2, 5])))
     assert (velocities[0] - velocities[1]).abs().max() < 1e-5 * velocities[0].abs().max()
+
+
+def test_a_transformer_with_it_can_be_copied():
+    """ComfyUI copies models."""
+    dit = tiny.randomise(DiT(CONFIG, kernels=prepared()), seed=4)
+    assert copy.deepcopy(dit).kernels.name == "comfy-kitchen"
 
 
 def wrong(x, *others):

@@ -75,6 +75,12 @@ def test_tiles_are_the_largest_that_fit(free, decode, encode):
     assert choose(replace(NEEDS, encode={}), free, 10**6).tile_encode is None
 
 
+@pytest.mark.parametrize(("free", "together"), [(377, True), (376, False), (369, False)])
+def test_what_is_laid_out_must_fit_beside_all_networks(free, together):
+    """230 of weights, 40 of prefix, and 22 of activations beside 85 laid out."""
+    assert choose(replace(NEEDS, joined=(85,)), free, 10**6).keep_loaded is together
+
+
 @pytest.mark.parametrize(("free", "together"), [(370, True), (369, False)])
 def test_all_networks_stay_where_they_fit_together(free, together):
     """230 of weights, 40 of prefix and the fullest stage: 80 and a quarter."""

@@ -222,7 +222,7 @@ def test_prefixes_are_laid_out_once_where_half_of_the_room_holds_them(model, tmp
     made = planned(*edit, "--free", 1)
     config = find_folder(model).dit.config
     both = [2 * config.layers * (layout.length + 16) * config.width * 2 for layout in made.job.prefixes]
-    assert made.laid_out == sum(both) and f"laid out once for all of them, {size(sum(both))}" in describe(made)
+    assert made.laid_out == sum(both) and f"K/V, {size(sum(both))} more" in describe(made)
     step, prefill = (next(stage for stage in made.stages if stage.name == name) for name in ("step", "prefill"))
     assert step.prefix == prefill.prefix + sum(both)
     beside = made.needs.resident + made.needs.prefix["native"]
