@@ -1,8 +1,8 @@
 """Every fast path beside diffusers in one run: time, error against fp32, memory at the peak.
 
-    python -m tests.bench.paths --small               # CPU: small random weights, about three minutes
-    python -m tests.bench.paths --small --pairs 15    # what a claim needs
-    python -m tests.bench.paths                       # the released size in bf16, needs CUDA; not run yet
+    python -m tests.bench.paths --small --pairs 2     # CPU: small random weights, six minutes
+    python -m tests.bench.paths --pairs 7             # the released size in bf16, needs CUDA; not run yet
+    python -m tests.bench.paths                       # 15 pairs, what a claim needs
 
 Rows are what is timed, for each path: a text-to-image step, a step over four references, their prefill, and an edit of
 eight steps over them that is run again with a new seed. `times faster` is the median over interleaved pairs, and
