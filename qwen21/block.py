@@ -26,24 +26,32 @@ class Modulation:
     gate2: Tensor
 
 
-class Attention(nn.Module):
+class _Fusible(nn.Module):
+    """What `fused.fuse` may change: `fused` is the layers that read the input in one product, `product_out` stands for
+    the last layer where its input is quantized already."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused: Product | None = None
+        self.product_out: Product | None = None
+
+    @property
+    def takes_fp8(self) -> bool:
+        """Whether it takes its input quantized."""
+        return self.fused is not None and self.fused.fp8
+
+
+class Attention(_Fusible):
     def __init__(self, config: DiTConfig, operations: ModuleType, **kw) -> None:
         super().__init__()
         width = config.width
         self.head_dim = config.head_dim
-        self.fused: Product | None = None  # q, k and v in one, see `fused.fuse`
-        self.product_out: Product | None = None  # instead of `to_out`, of an input that is quantized already
         self.to_q = operations.Linear(width, width, bias=False, **kw)
         self.to_k = operations.Linear(width, width, bias=False, **kw)
         self.to_v = operations.Linear(width, width, bias=False, **kw)
         self.to_out = nn.ModuleList([operations.Linear(width, width, bias=False, **kw)])
         self.norm_q = operations.RMSNorm(config.head_dim, eps=config.eps, **kw)
         self.norm_k = operations.RMSNorm(config.head_dim, eps=config.eps, **kw)
-
-    @property
-    def takes_fp8(self) -> bool:
-        """Whether `project` takes its input quantized."""
-        return self.fused is not None and self.fused.fp8
 
     def project(self, x: Tensor | Fp8Rows, turn: Tensor, kernels: Kernels = EAGER) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, S, width] -> rotated q, rotated k and v, each [B, H, S, D]."""
@@ -62,18 +70,12 @@ class Attention(nn.Module):
         return self.to_out[0](x) if self.product_out is None else self.product_out(kernels.quantized(x))
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(_Fusible):
     def __init__(self, config: DiTConfig, operations: ModuleType, **kw) -> None:
         super().__init__()
-        self.fused: Product | None = None  # gate and value
-        self.product_out: Product | None = None
         self.gate_layer = operations.Linear(config.width, config.mlp_width, bias=False, **kw)
         self.proj = operations.Linear(config.width, config.mlp_width, bias=False, **kw)
         self.out = operations.Linear(config.mlp_width, config.width, bias=False, **kw)
-
-    @property
-    def takes_fp8(self) -> bool:
-        return self.fused is not None and self.fused.fp8
 
     def forward(self, x: Tensor | Fp8Rows, kernels: Kernels = EAGER) -> Tensor:
         if self.product_out is not None:

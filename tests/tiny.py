@@ -20,6 +20,8 @@ from diffusers import (
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from qwen21.checkpoint.quant import Packed, QuantLinear, is_block_layer, quantize_rows
+
 from .tiny_tokenizer import Processor, write_tokenizer
 
 TEXT_WIDTH = 64
@@ -237,3 +239,10 @@ def rewrite(path: Path, change: dict[str, torch.Tensor | None]) -> Path:
 def _json(path: Path, value: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(value), encoding="utf-8")
+
+
+def in_fp8(dit):
+    """Have every linear of a transformer's blocks in fp8, with a scale per row."""
+    for name, layer in list(dit.named_modules()):
+        if isinstance(layer, torch.nn.Linear) and is_block_layer(name):
+            dit.set_submodule(name, QuantLinear(Packed(*quantize_rows(layer.weight))))

@@ -139,34 +139,42 @@ def prefill_row(pair: Pair, references: int) -> Row:
     )
 
 
+def their_edit(case: Inputs) -> torch.Tensor:
+    """diffusers' edit at Turbo's eight sigmas, [B, C, h, w]."""
+    levels = turbo_sigmas().tolist()
+    x, cache = case.packed_target, case.new_cache()
+    for i in range(len(levels) - 1):
+        v = case.theirs(x, levels[i], cache, "cached" if i else "extract")
+        x = x + (levels[i + 1] - levels[i]) * v
+    return x.transpose(1, 2).unflatten(2, case.pair.size.target)
+
+
+def our_edit(case: Inputs, prefix: Prefix) -> torch.Tensor:
+    """The same by us behind a prefix, fp32."""
+    joined, dtype, dit = case.joined(prefix), case.target.dtype, case.pair.ours
+    return sample(
+        lambda x, sigma: dit.denoise(x.to(dtype), sigma, prefix, joined=joined), case.target.float(), turbo_sigmas()
+    )
+
+
 def edit_row(pair: Pair, references: int) -> Row:
     """A whole edit at Turbo's eight sigmas."""
     case = pair.inputs(references)
-    sigmas = turbo_sigmas()
-    levels = sigmas.tolist()
 
     def theirs() -> torch.Tensor:
-        x, cache = case.packed_target, case.new_cache()
-        for i in range(len(levels) - 1):
-            v = case.theirs(x, levels[i], cache, "cached" if i else "extract")
-            x = x + (levels[i + 1] - levels[i]) * v
-        return x
+        return their_edit(case)
 
     def ours() -> torch.Tensor:
-        prefix = case.prefill()
-        joined, dtype = case.joined(prefix), pair.size.dtype
-        return sample(
-            lambda x, s: pair.ours.denoise(x.to(dtype), s, prefix, joined=joined), case.target.float(), sigmas
-        )
+        return our_edit(case, case.prefill())
 
-    difference = (theirs().transpose(1, 2).unflatten(2, pair.size.target).float() - ours()).abs().max()
+    difference = (theirs().float() - ours()).abs().max()
     assert pair.size.dtype != torch.float32 or difference < 1e-3, f"the two disagree by {difference}"
     return compare(f"8-step edit, {references} references", theirs, ours, pair.pairs)
 
 
 def rerun_row(pair: Pair, references: int) -> Row:
     """A whole edit whose prefix an earlier run with another seed has left in the store."""
-    from .prefix import Session, their_edit
+    from .prefix import Session
 
     case = pair.inputs(references)
     session = Session(case)

@@ -23,12 +23,12 @@ from torch import Tensor
 
 from qwen21 import __version__
 from qwen21.backends import Shape, choose
-from qwen21.checkpoint.quant import Packed, QuantLinear, is_block_layer, quantize_rows
 from qwen21.dit import DiT
 from qwen21.flex import FlexPrefill
 from qwen21.fused import fuse
 from qwen21.kernels import EAGER, CompiledKernels
 from qwen21.kitchen import KitchenKernels
+from tests import tiny
 
 from .dit import Inputs, Pair, Size, add_size, rerun_row, size_of
 from .pairs import Row, compare
@@ -68,9 +68,7 @@ def built(path: Path, pair: Pair, kernels: CompiledKernels) -> DiT:
     dit = DiT(size.config, dtype=size.dtype, device="meta").eval().requires_grad_(False)
     dit.load_state_dict(pair.theirs.state_dict(), assign=True)
     if path.fp8:
-        for name, layer in list(dit.named_modules()):
-            if isinstance(layer, torch.nn.Linear) and is_block_layer(name):
-                dit.set_submodule(name, QuantLinear(Packed(*quantize_rows(layer.weight))))
+        tiny.in_fp8(dit)
     if path.fused:
         fuse(dit)
     if path.chosen_attention:

@@ -27,10 +27,8 @@ import torch
 from torch import Tensor
 
 from qwen21.prefix import CODECS, ModelIdentity, Prefix, PrefixInputs, Reuse, Store, prefix_through, unit_keys
-from qwen21.sampler import sample
-from qwen21.schedule import turbo_sigmas
 
-from .dit import SMALL, Inputs, Pair, add_size, size_of
+from .dit import SMALL, Inputs, Pair, add_size, our_edit, size_of, their_edit
 from .pairs import HEADER, Row, compare
 
 UNLIMITED = 2**62
@@ -56,22 +54,7 @@ class Session:
         """An edit whose prefix was found as `kind` says."""
         prefix, reuse = self.prefix(text)
         assert reuse.kind == kind, f"expected a {kind}, got {reuse}"
-        dtype, joined = text.dtype, self.case.joined(prefix)
-        return sample(
-            lambda x, sigma: self.dit.denoise(x.to(dtype), sigma, prefix, joined=joined),
-            self.case.target.float(),
-            turbo_sigmas(),
-        )
-
-
-def their_edit(case: Inputs) -> Tensor:
-    """diffusers' edit of the same inputs, [B, C, h, w]."""
-    levels = turbo_sigmas().tolist()
-    x, cache = case.packed_target, case.new_cache()
-    for i in range(len(levels) - 1):
-        v = case.theirs(x, levels[i], cache, "cached" if i else "extract")
-        x = x + (levels[i + 1] - levels[i]) * v
-    return x.transpose(1, 2).unflatten(2, case.pair.size.target)
+        return our_edit(self.case, prefix)
 
 
 def prompts(case: Inputs) -> Iterator[Tensor]:

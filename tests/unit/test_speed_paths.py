@@ -13,7 +13,7 @@ from qwen21.backends import Shape, choose
 from qwen21.branch import Branch
 from qwen21.checkpoint.load import find_folder
 from qwen21.checkpoint.lora_apply import Beside
-from qwen21.checkpoint.quant import Packed, QuantLinear, is_block_layer, quantize_rows
+from qwen21.checkpoint.quant import Packed, QuantLinear, quantize_rows
 from qwen21.config import DiTConfig
 from qwen21.dit import DiT
 from qwen21.errors import UserError
@@ -64,30 +64,16 @@ def test_fused_products_are_those_of_the_layers():
     assert len(storage(attention.to_q.weight, attention.to_k.weight, attention.to_v.weight)) == 1  # held once
 
 
-def in_fp8(dit):
-    for block in dit.transformer_blocks:
-        for holder, names in ((block.attn, ("to_q", "to_k", "to_v")), (block.img_mlp, ("gate_layer", "proj"))):
-            for name in names:
-                setattr(holder, name, QuantLinear(Packed(*quantize_rows(getattr(holder, name).weight))))
-
-
 @pytest.mark.parametrize("scale", ["row", "tensor", "none"])
 def test_fp8_layers_fuse_with_their_scales(scale):
     dit = new_dit()
-    in_fp8(dit)
+    tiny.in_fp8(dit)
     for layer in (module for module in dit.modules() if isinstance(module, QuantLinear)):
         if scale != "row":
             layer.weight_scale = layer.weight_scale.mean().view(1, 1) if scale == "tensor" else None
     wanted = velocity(dit)
     assert fused.fuse(dit) == 2 * CONFIG.layers
     assert (velocity(dit) - wanted).abs().max() < 1e-5 * max(1, wanted.abs().max())
-
-
-def all_in_fp8(dit):
-    """Every linear of the blocks, in the layers of a tiny model of bf16."""
-    for name, layer in list(dit.named_modules()):
-        if isinstance(layer, torch.nn.Linear) and is_block_layer(name):
-            dit.set_submodule(name, QuantLinear(Packed(*quantize_rows(layer.weight))))
 
 
 def rounded_by_token(x):
@@ -115,7 +101,7 @@ def test_fp8_products_take_what_the_kernels_quantized(kernels):
 
     plain, wanted, dit = (new_dit().bfloat16() for _ in range(3))
     for each in (wanted, dit):
-        all_in_fp8(each)
+        tiny.in_fp8(each)
     round_inputs(wanted)
     assert fused.fuse(dit, fp8=True) == 2 * CONFIG.layers and dit.multiplies_fp8
     if kernels == "compiled":
@@ -133,10 +119,10 @@ def relative(got, wanted):
 @torch.inference_mode()
 def test_without_an_fp8_product_the_rounded_values_are_multiplied(monkeypatch):
     dit = new_dit()
-    all_in_fp8(dit)
+    tiny.in_fp8(dit)
     assert fused.fuse(dit, fp8=True) == 2 * CONFIG.layers
     wanted = new_dit()
-    all_in_fp8(wanted)
+    tiny.in_fp8(wanted)
     round_inputs(wanted)
     monkeypatch.setattr(fused, "fp8_product", lambda *_: None)
     assert relative(velocity(dit), velocity(wanted)) < 1e-3
@@ -144,7 +130,7 @@ def test_without_an_fp8_product_the_rounded_values_are_multiplied(monkeypatch):
 
 def test_devices_without_fp8_products_keep_the_plain_ones():
     dit = new_dit()
-    all_in_fp8(dit)
+    tiny.in_fp8(dit)
     fused.fuse(dit)
     assert not dit.multiplies_fp8 and dit.transformer_blocks[0].attn.product_out is None
 
