@@ -81,10 +81,15 @@ class Branch:
         if spare is None or not self.plan.request.prefix_cache:
             return None
         needed = Joined.nbytes(config, prefix.length, tokens, pipeline.dtype)
-        working = working_bytes(config, rows, tokens, prefix.layout.unit_tokens, pipeline.dtype)
-        if not Joined.fits(needed, working, spare):
+        if not Joined.fits(needed, self._working(rows, prefix.layout), spare):
             return None
         return Joined(prefix, tokens, config.layers, pipeline.device, pipeline.dtype)
+
+    def _working(self, rows: int, layout: PrefixLayout) -> int:
+        """Bytes of activations behind a prefix."""
+        (h, w), pipeline = self.plan.grid, self.pipeline
+        fused = pipeline.fuses
+        return working_bytes(self.dit.config, rows, h * w, layout.unit_tokens, pipeline.dtype, fused)
 
     def _prefix(self, prompt: EncodedPrompt) -> tuple[Prefix, Reuse]:
         if id(prompt) not in self._prefixes:
@@ -102,10 +107,8 @@ class Branch:
             slots,
             unit_keys(states, latents, slots, origins),
         )
-        h, w = self.plan.grid
         rows = sum(other is prompt for other in self.prompts)
-        working = working_bytes(self.dit.config, rows, h * w, inputs.layout.unit_tokens, pipeline.dtype)
-        placement = pipeline.placement(working)
+        placement = pipeline.placement(self._working(rows, inputs.layout))
         codec = inputs.codec(pipeline.codec, self.dit, *placement.room())
         prefilling = {"check_cancel": self.check_cancel}
         if self.plan.request.prefix_cache:

@@ -166,8 +166,9 @@ class DiT(nn.Module):
         for layer, block in enumerate(self.transformer_blocks):
             q, k, v = block.project(x, modulation, turn, self.kernels)
             attended = prefixed_attention(q, k, v, read(layer) if read else (), joined and joined[layer], attend)
+            del q, k, v  # before the MLP's activations are there
             x = block.finish(x, attended, modulation, self.kernels)
-            del q, k, v, attended  # before the next layer's
+            del attended
         scale = 1 + self.norm_out["linear"](F.silu(embedding))[0]
         velocity = self.proj_out(self.kernels.norm(x, scale, self.config.eps))
         return velocity.transpose(1, 2).unflatten(2, grid)

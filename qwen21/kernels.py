@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .checkpoint.quant import Fp8Rows, quantize_rows
+from .checkpoint.quant import Fp8Rows, quantize_activations, quantize_rows
 from .config import DiTConfig
 from .errors import UserError
 from .rope import rotate
@@ -35,7 +35,7 @@ class Kernels:
 
     def quantized(self, x: Tensor) -> Fp8Rows:
         """x [..., width] in E4M3."""
-        return Fp8Rows(*quantize_rows(x.reshape(-1, x.shape[-1])), x.shape, x.dtype)
+        return Fp8Rows(*quantize_activations(x.reshape(-1, x.shape[-1])), x.shape, x.dtype)
 
     def norm(self, x: Tensor, scale: Tensor, eps: float, *, fp8: bool = False) -> Tensor | Fp8Rows:
         """LayerNorm of x [..., width] without a bias, times scale [width]."""

@@ -154,28 +154,34 @@ def step_activations(
     dtype: torch.dtype,
     codec: Codec = NATIVE,
     away: bool = False,
+    fused: bool = False,
 ) -> int:
     """Peak of `DiT.denoise` for `batch` targets of `tokens` each, behind a prefix of `units` (tokens of each).
 
-    `away`: the prefix lies in RAM beside the device that computes.
+    `away`: the prefix lies in RAM beside the device that computes. `fused`: products are, see `fused.py`.
     """
     wide, rows = config.width * dtype.itemsize, batch * tokens
     reading = _Reading.of(config, units, dtype, codec, away)
     joined = 2 * (sum(units) + tokens) * wide if units else 0
     moments = (
-        # x, its norm, q k v plain, rotated q, normed k, and the rotation of k
-        rows * (7 * wide + _rotating(config, dtype)),
+        # x, its norm, q k v plain (and v alone), rotated q, normed k, and the rotation of k
+        rows * ((7 + fused) * wide + _rotating(config, dtype)),
         rows * 4 * wide + reading.peak,  # x, q k v
         # and what each row attended to; several rows are joined in the end
         rows * (5 if batch == 1 else 6) * wide + reading.left + joined,
-        # x before and after attention, q k v, what was attended to, the norm, gate and value
-        rows * (7 + 2 * config.mlp_ratio) * wide,
+        # x before and after attention, what was attended to, the norm, gate and value (and the output)
+        rows * (4 + fused + 2 * config.mlp_ratio) * wide,
     )
     return max(moments) + reading.ahead + _constant(config, tokens, dtype)
 
 
 def prefill_activations(
-    config: DiTConfig, made: Sequence[Chain], dtype: torch.dtype, codec: Codec = NATIVE, away: bool = False
+    config: DiTConfig,
+    made: Sequence[Chain],
+    dtype: torch.dtype,
+    codec: Codec = NATIVE,
+    away: bool = False,
+    fused: bool = False,
 ) -> int:
     """Peak of `DiT.prefill` over all prefixes of a run, beyond what they keep in the end on the device."""
     stored = peak = 0
@@ -183,7 +189,7 @@ def prefill_activations(
         for i, tokens in enumerate(chain.new):
             unit = 0 if away else unit_bytes(config, tokens, dtype, codec)
             earlier = (*chain.known, *chain.new[:i])
-            full = _unit_activations(config, earlier, tokens, dtype, codec, away)
+            full = _unit_activations(config, earlier, tokens, dtype, codec, away, fused)
             # the fullest moments come before the last layer is stored
             peak = max(peak, stored + unit - unit // config.layers + full)
             stored += unit
@@ -191,7 +197,7 @@ def prefill_activations(
 
 
 def _unit_activations(
-    config: DiTConfig, earlier: Sequence[int], tokens: int, dtype: torch.dtype, codec: Codec, away: bool
+    config: DiTConfig, earlier: Sequence[int], tokens: int, dtype: torch.dtype, codec: Codec, away: bool, fused: bool
 ) -> int:
     """Peak of one unit's prefill behind `earlier` ones, beyond what is stored at that moment."""
     wide = config.width * dtype.itemsize
@@ -203,13 +209,13 @@ def _unit_activations(
     inputs = 2 * tokens * wide  # x, and q of all chunks
     moments = (
         # the last chunk's projection, beside x and what the other chunks have made
-        inputs + (2 * tokens - 3 * chunk) * wide + chunk * (5 * wide + _rotating(config, dtype)),
+        inputs + (2 * tokens - 3 * chunk) * wide + chunk * ((5 + fused) * wide + _rotating(config, dtype)),
         # x, own queries, keys and values, while those before are decoded, and joined
         2 * inputs + reading.peak,
         2 * inputs + reading.left + everything,
         inputs + everything + reading.keys + (inputs if earlier else 0) + _encoding(config, tokens, dtype, codec),
-        # the last chunk's MLP: what was attended to twice, x after it, the norm, gate and value
-        inputs + chunk * (4 + 2 * config.mlp_ratio) * wide + unstored + reading.keys,
+        # the last chunk's MLP: what was attended to twice, x after it, the norm, gate and value (and the output)
+        inputs + chunk * (4 + fused + 2 * config.mlp_ratio) * wide + unstored + reading.keys,
     )
     return max(moments) + reading.ahead + _constant(config, tokens, dtype)
 
@@ -230,11 +236,14 @@ def _encoding(config: DiTConfig, tokens: int, dtype: torch.dtype, codec: Codec) 
     return peak
 
 
-def working_bytes(config: DiTConfig, batch: int, tokens: int, units: Sequence[int], dtype: torch.dtype) -> int:
+def working_bytes(
+    config: DiTConfig, batch: int, tokens: int, units: Sequence[int], dtype: torch.dtype, fused: bool = False
+) -> int:
     """What prefilling a native prefix of `units` and stepping behind it need beside weights and prefix, for `batch`
     targets of `tokens` each, with what kernels and the allocator take on top."""
-    step = step_activations(config, batch, tokens, units, dtype)
-    return int(ALLOWANCE * max(step, prefill_activations(config, [Chain((), tuple(units))], dtype)))
+    step = step_activations(config, batch, tokens, units, dtype, fused=fused)
+    prefill = prefill_activations(config, [Chain((), tuple(units))], dtype, fused=fused)
+    return int(ALLOWANCE * max(step, prefill))
 
 
 def store_budget() -> int:

@@ -156,16 +156,17 @@ def plan_memory(
     fp8: Fp8 | None = None,
     beside: int = 0,
     lays_out: bool = True,
+    fused: bool = False,
 ) -> MemoryPlan:
     """The plan of a job with the components `dit`, `encoder` and `vae`, from their headers.
 
     dtype None is each file's own. free: bytes of the GPU, None where the CPU computes. placement and codec: auto, or
     what `choose` takes. fp8: block linears that are not quantized yet are kept in fp8.
     beside: bytes of LoRAs beside the transformer's weights. lays_out: whether a run may lay its prefixes out for all
-    steps.
+    steps. fused: whether it fuses products.
     """
     compute = dtype or own_dtype(parts["dit"])
-    needs = _needs(parts, job, dtype, compute, fp8, beside)
+    needs = _needs(parts, job, dtype, compute, fp8, beside, fused)
     if lays_out:
         needs = replace(needs, joined=_joined(parts["dit"], job, compute))
     choice = choose(needs, free or 0, ram, gpu=free is not None, placement=placement, codec=codec)
@@ -196,6 +197,7 @@ def _needs(
     compute: torch.dtype,
     fp8: Fp8 | None,
     beside: int,
+    fused: bool,
 ) -> Needs:
     config, vae, encoder = parts["dit"].config, parts["vae"], parts["encoder"]
     made, cells = memory.chains(job.prefixes, job.shared), math.prod(job.grid)
@@ -205,12 +207,12 @@ def _needs(
 
     def prefill(away: bool) -> dict[str, int]:
         peak = memory.prefill_activations
-        return {name: rebuilt + peak(config, made, compute, CODECS[name], away=away) for name in FIDELITY}
+        return {name: rebuilt + peak(config, made, compute, CODECS[name], away, fused) for name in FIDELITY}
 
     def step(codec: str, away: bool) -> int:
         peak = memory.step_activations
         return rebuilt + max(
-            peak(config, job.batch, cells, chain.units, compute, CODECS[codec], away) for chain in made
+            peak(config, job.batch, cells, chain.units, compute, CODECS[codec], away, fused) for chain in made
         )
 
     return Needs(

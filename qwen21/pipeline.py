@@ -253,7 +253,7 @@ class Pipeline:
             network = load.load(part, dtype, self.device, fp8=self.fp8)
             if name == "dit":
                 apply_loras(network, self.loras)
-                if self.device.type == "cuda":
+                if self.fuses:
                     fuse(network)
             self._loaded[name] = network, made_by
         return self._loaded[name][0]
@@ -292,6 +292,11 @@ class Pipeline:
         total = sum(memory.weight_bytes(part, self.dtype, self.fp8) for part in self.files.parts)
         free = self._free_bytes()
         return total <= (memory.available_ram() if free is None else free) // 2
+
+    @property
+    def fuses(self) -> bool:
+        """Whether products of the transformer are fused: on a CPU it brings nothing."""
+        return self.device.type == "cuda"
 
     @property
     def attention_name(self) -> str:

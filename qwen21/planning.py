@@ -76,6 +76,7 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
         codec=a.kv_storage,
         fp8=fp8,
         lays_out=a.prefix_cache == "on",
+        fused=free is not None,
         beside=sum(open_checkpoint(path).nbytes for path, _ in a.lora),
     )
     return made, (*([canvas.warning] if canvas.warning else []), *checked.warnings)

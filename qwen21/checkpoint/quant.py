@@ -21,6 +21,7 @@ from .packing import GROUPS
 
 E4M3 = torch.float8_e4m3fn
 E4M3_MAX = 448.0
+COPY_BYTES = 2**26  # of fp32, while activations are quantized
 # Linears of the blocks. What stands before, between and behind them (img_in, txt_in, modulation, proj_out,
 # time_text_embed, norm_out; embeddings, the vision tower) is small and sees every token: it keeps its precision.
 BLOCKS = ("transformer_blocks.", "language_model.layers.")
@@ -123,6 +124,18 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     return to_e4m3_range_(x.to(torch.float32, copy=True), scale).to(E4M3), scale
 
 
+def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
+    """`quantize_rows`, some rows after others: an fp32 copy of all would be the largest tensor of a step."""
+    rows = max(1, COPY_BYTES // (torch.float32.itemsize * x.shape[1]))
+    if len(x) <= rows:
+        return quantize_rows(x)
+    codes, scales = x.new_empty(x.shape, dtype=E4M3), x.new_empty(len(x), 1, dtype=torch.float32)
+    for part in zip(x.split(rows), codes.split(rows), scales.split(rows), strict=True):
+        for kept, made in zip(part[1:], quantize_rows(part[0]), strict=True):
+            kept.copy_(made)
+    return codes, scales
+
+
 class Fp8Rows(NamedTuple):
     """An activation [..., columns] quantized by token: E4M3 codes [rows, columns] and fp32 scales [rows, 1]."""
 
@@ -155,7 +168,7 @@ def fp8_matmul(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor | None
 
     None where this PyTorch has no product with a scale per row for this GPU.
     """
-    rows = Fp8Rows(*quantize_rows(x.reshape(-1, x.shape[-1])), x.shape, x.dtype)
+    rows = Fp8Rows(*quantize_activations(x.reshape(-1, x.shape[-1])), x.shape, x.dtype)
     return fp8_product(rows, weight, column_scales(weight, scale))
 
 

@@ -60,6 +60,16 @@ def test_rows_are_scaled_to_the_largest_value():
     assert (data.float() - expected.float()).ne(0).float().mean() < 1e-3  # theirs multiplies by a reciprocal
 
 
+def test_activations_are_quantized_some_rows_at_a_time(monkeypatch):
+    """Strided ones too, and to the last bit."""
+    x = torch.randn(37, 96, generator=torch.Generator().manual_seed(1)).bfloat16()[:, 32:]
+    codes, scales = quant.quantize_rows(x)
+    monkeypatch.setattr(quant, "COPY_BYTES", 5 * 64 * 4)
+    again = quant.quantize_activations(x)
+    assert torch.equal(again[0].float(), codes.float()) and torch.equal(again[1], scales)
+    assert again[0].is_contiguous()
+
+
 def test_rows_of_zeros_and_the_smallest_numbers():
     weight = torch.zeros(4, 32)
     weight[1, 3], weight[2] = 1e-44, 3e-39

@@ -1,0 +1,149 @@
+"""Whole runs on a GPU made of RAM: nothing that a real one refuses, the CPU's numbers, and memory as planned."""
+
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+
+from qwen21 import memory
+from qwen21.checkpoint import quant
+from qwen21.cli import main
+from qwen21.config import DiTConfig
+from qwen21.dit import DiT
+from qwen21.fused import fuse
+from tests import loras, tiny
+from tests.compiler import needs_compiler
+from tests.ram_gpu import CUDA, ram_gpu
+
+pytestmark = needs_compiler
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model, two pictures and a LoRA."""
+    found = tmp_path_factory.mktemp("model")
+    tiny.Tiny(found)
+    for name, colour, size in (("a", (200, 10, 30, 255), (64, 64)), ("b", (20, 210, 30, 200), (96, 64))):
+        Image.new("RGBA", size, colour).save(found / f"{name}.png")
+    loras.write(found / "lora.safetensors", loras.make(1))
+    return found
+
+
+@pytest.fixture
+def latent(folder, tmp_path):
+    """Runs `generate` on a device; returns the latent."""
+
+    def run(device, *arguments):
+        given = ["generate", "--model", folder, "--prompt", "a cat", "--steps", 2, "--resolution", 64, "--seed", 3]
+        out = ["--device", device, "--out", tmp_path / "o.png", "--save-latent", tmp_path / "l.safetensors"]
+        places = [folder / each if isinstance(each, str) and "." in each else each for each in arguments]
+        assert main([*map(str, (*given, *places, *out))]) == 0
+        return load_file(tmp_path / "l.safetensors")["latent"]
+
+    return run
+
+
+EDIT = ("--image", "a.png", "b.png", "--cfg", 3, "--negative", "dull", "--batch", 2)
+CASES = {  # arguments, and how far apart CPU and GPU may round
+    "text to image": ((), 1e-5),
+    "edit": (EDIT, 1e-5),
+    "edit without prefix cache": ((*EDIT, "--prefix-cache", "off"), 1e-5),
+    "edit, prefix in RAM": ((*EDIT, "--kv-device", "cpu"), 1e-5),
+    **{f"edit, {codec}": ((*EDIT, "--kv-storage", codec), 1e-3) for codec in ("fp8", "fp8_v", "int8")},
+    "edit, int8 in RAM": ((*EDIT, "--kv-device", "cpu", "--kv-storage", "int8"), 1e-3),
+    "inpainting": (("--init-image", "a.png", "--mask", "b.png", "--denoise", 0.5), 1e-5),
+    "edit by a LoRA": ((*EDIT, "--lora", "lora.safetensors"), 1e-5),
+    "edit in bf16": ((*EDIT, "--dtype", "bf16"), 0.05),
+    "edit in fp16": ((*EDIT, "--dtype", "fp16"), 0.01),
+    "edit in fp8": ((*EDIT, "--dtype", "fp8"), 0.1),  # a GPU quantizes activations too
+    "edit in fp8 by a LoRA": ((*EDIT, "--dtype", "fp8", "--lora", "lora.safetensors"), 0.1),
+}
+
+
+def distance(got, wanted):
+    return float((got - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_gpu_gives_the_cpus_latent(latent, case):
+    arguments, limit = CASES[case]
+    dtype = () if "--dtype" in arguments else ("--dtype", "fp32")
+    wanted = latent("cpu", *arguments, *dtype)
+    with ram_gpu() as gpu:
+        got = latent("cuda", *arguments, *dtype)
+    assert gpu.peak > 2**20
+    assert distance(got, wanted) < limit
+
+
+def test_a_gpu_that_is_too_small_for_everything_is_enough(latent):
+    large = (*EDIT, "--resolution", 256)
+    with ram_gpu() as gpu:
+        wanted = latent("cuda", *large)
+    with ram_gpu(int(0.8 * gpu.peak)):
+        assert distance(latent("cuda", *large), wanted) < 0.05
+
+
+def test_tensors_of_two_devices_do_not_meet():
+    with ram_gpu():
+        there = torch.ones(3, device="cuda")
+        assert there.device == CUDA and (2 * there).cpu().tolist() == [2.0] * 3
+        with pytest.raises(RuntimeError, match="one device"):
+            there + torch.ones(3)
+
+
+def test_memory_is_counted_and_ends():
+    with ram_gpu(1000) as gpu:
+        kept = torch.zeros(100, device="cuda")
+        view = kept.view(10, 10)[2:]
+        kept += 1
+        assert (gpu.now, gpu.peak) == (400, 400)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.zeros(200, device="cuda")
+        assert view.sum() == 80
+        del kept, view
+        assert gpu.now == 0
+
+
+# --- activations ---------------------------------------------------------------------------------------------------
+
+CONFIG = DiTConfig(layers=3, heads=4, text_width=64)
+
+
+def on_gpu(module):
+    """The module's weights, random and there."""
+    for part in module.modules():
+        for name, weight in part.named_parameters(recurse=False):
+            drawn = 0.02 * torch.randn(weight.shape, dtype=weight.dtype)
+            setattr(part, name, torch.nn.Parameter(drawn.to("cuda"), requires_grad=False))
+    return module
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", ["plain", "fused", "fp8", "fp8, fused"])
+@pytest.mark.parametrize(("batch", "references"), [(1, 0), (1, 2), (2, 2)])
+def test_activations_are_as_planned(monkeypatch, kind, batch, references):
+    """FP8 takes no more than bf16, but for a copy of a few rows."""
+    monkeypatch.setattr(quant, "COPY_BYTES", 2**16)
+    fused = "fused" in kind
+    with ram_gpu() as gpu:
+        dit = on_gpu(DiT(CONFIG, dtype=torch.bfloat16, device="meta"))
+        if "fp8" in kind:
+            tiny.in_fp8(dit)
+        if fused:
+            fuse(dit)
+        assert dit.multiplies_fp8 == (kind == "fp8, fused")
+        kw = {"device": "cuda", "dtype": torch.bfloat16}
+        text, target = torch.zeros(40, CONFIG.text_width, **kw), torch.zeros(batch, 64, 24, 24, **kw)
+        latents = [torch.zeros(64, 16, 16, **kw) for _ in range(references)]
+        before = gpu.peak = gpu.now
+        prefix = dit.prefill(text, latents, [8, 16][:references])
+        prefill, before = gpu.peak - before - prefix.nbytes, gpu.now
+        gpu.peak = before
+        dit.denoise(target, 0.5, prefix)
+        step = gpu.peak - before
+    made = memory.chains([prefix.layout])
+    planned = memory.prefill_activations(CONFIG, made, torch.bfloat16, fused=fused)
+    planned_step = memory.step_activations(CONFIG, batch, 576, made[0].units, torch.bfloat16, fused=fused)
+    low = 0.98 if "fp8" not in kind else 0.8
+    assert low * planned <= prefill <= 1.02 * planned + 2**17
+    assert low * planned_step <= step <= 1.02 * planned_step + 2**17
