@@ -7,8 +7,9 @@ from .latent import Qwen21EmptyLatent, Qwen21Schedule
 from .load import Qwen21LoadDiT, Qwen21LoadEncoder, Qwen21LoadVAE
 from .lora import Qwen21LoadLoRA
 from .plan import Qwen21MemoryPlan
+from .prefix_cache import Qwen21PrefixCache
 from .references import Qwen21AddReference, Qwen21SpliceReferences
-from .sample import Qwen21PrefixCache, Qwen21Sampler
+from .sample import Qwen21Sampler
 
 NODES: list[type[io.ComfyNode]] = [
     Qwen21LoadDiT,

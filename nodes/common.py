@@ -9,6 +9,7 @@ CATEGORY = "Qwen-Image 2.1"
 Encoder = io.Custom("QWEN21_ENCODER")
 References = io.Custom("QWEN21_REFERENCES")
 MAX_SIDE = 16384
+SWITCH = ["on", "off"]
 
 SLOTS, LATENTS = "image_slots", "reference_latents"  # the keys that core's own Qwen-Image 2.1 nodes use
 PADS = "qwen21_image_pads"  # (start, length, digest) of each reference's vision tokens, where they stay in the states

@@ -106,6 +106,7 @@ class Qwen21MemoryPlan(io.ComfyNode):
             codec=kv_storage,
             fp8=fp8,
             lays_out=False,
+            computed_in={} if free_gib else host.computed_in(parts, dtype),
         )
         text = describe(plan)
         return io.NodeOutput(text, to_pixels(draw(plan))[None], ui=ui.PreviewText(text))

@@ -2,19 +2,22 @@
 
 from ..qwen21.manifest import library_versions
 from ..qwen21.mini import size_warning
+from ..qwen21.prompt import placeholder_warnings
 from .bridge.lora import attached
+from .bridge.model import is_reshaped
 from .common import LATENTS, PADS, REPORT, SLOTS
 
 
-def build_report(model, positive, negative, schedule, settings, unused_negative=False):
-    """The report as a dictionary. `negative` is None where nothing was guided; `settings` are the sampler's own."""
+def build_report(model, positive, negative, schedule, settings, unguided=None):
+    """The report as a dictionary. `negative` is None where nothing was guided; `settings` are the sampler's own,
+    `unguided` says why no step was guided, where that is worth a warning."""
     return {
         "model": _model(model),
         "schedule": {"kind": schedule.kind, "sigmas": [round(s, 7) for s in schedule.sigmas.tolist()]},
         **settings,
         "positive": positive[0][1].get(REPORT),
         "negative": None if negative is None else negative[0][1].get(REPORT),
-        "warnings": _warnings(model, settings["size"], schedule, positive[0][1], unused_negative),
+        "warnings": _warnings(model, settings["size"], schedule, positive[0][1], unguided),
         "versions": library_versions(),
     }
 
@@ -33,7 +36,7 @@ def _model(model):
     }
 
 
-def _warnings(model, size, schedule, extra, unused_negative):
+def _warnings(model, size, schedule, extra, unguided):
     found = list(schedule.warnings)
     part = getattr(model.model, "part", None)
     if part and (warning := size_warning(part.checkpoint.path, tuple(size))):
@@ -43,8 +46,12 @@ def _warnings(model, size, schedule, extra, unused_negative):
     latents, slots = len(extra.get(LATENTS) or []), len(extra.get(SLOTS) or [])
     if latents > slots:
         found.append(f"{latents - slots} of {latents} reference latents have no slot in the prompt and follow the text")
-    if unused_negative:
-        found.append("the negative prompt is unused: it needs a cfg other than 1")
+    if unguided:
+        found.append(unguided)
+    if schedule.kind != "custom" and is_reshaped(model):
+        found.append("a node gave the MODEL another shift, which the released schedule does not use; wire its sigmas")
+    asked = extra.get(REPORT) or {}
+    found += placeholder_warnings([asked.get("prompt", "")], len(asked.get("references", [])))
     return found
 
 

@@ -11,13 +11,10 @@ from comfy_api.latest import io, ui
 
 from ..qwen21.config import LATENT_PIXELS, SIZE_MULTIPLE, ScheduleConfig
 from ..qwen21.errors import UserError
-from ..qwen21.options import EDIT_NOISES, KV_STORAGES, SCHEDULES
-from .common import CATEGORY, LATENTS, check_choices
+from ..qwen21.options import EDIT_NOISES, SCHEDULES
+from .common import CATEGORY, LATENTS, SWITCH, check_choices
 
 SAMPLERS = ["euler", *[name for name in comfy.samplers.SAMPLER_NAMES if name != "euler"]]
-
-SWITCH = ["on", "off"]
-PLACES = ["auto", "gpu", "cpu"]
 
 
 class Qwen21Sampler(io.ComfyNode):
@@ -152,7 +149,8 @@ class Qwen21Sampler(io.ComfyNode):
             )
         samples = canvas(latent)
         chosen = choose_schedule(model, samples, schedule, steps, denoise, sigmas)
-        guided = guides(cfg, cfg_start, cfg_end)
+        unguided = why_unguided(cfg, cfg_start, cfg_end, chosen.steps)
+        guided = unguided is None
         if guided and negative is None:
             raise UserError(
                 f"cfg is {cfg:g} but no negative is wired; wire a second Qwen21EncodePrompt, or set cfg to 1"
@@ -175,7 +173,10 @@ class Qwen21Sampler(io.ComfyNode):
             seed=seed,
         ).to(comfy.model_management.intermediate_device())
         if not bool(torch.isfinite(result).all()):
-            raise UserError("the latent is not finite: the checkpoint holds NaN or overflows; load it as bf16 or fp32")
+            raise UserError(
+                "the latent is not finite: the checkpoint or a LoRA on it holds NaN, or cfg is far too high, or fp16 "
+                "overflows; load it as bf16 or fp32"
+            )
         report = build_report(
             model,
             positive,
@@ -193,7 +194,7 @@ class Qwen21Sampler(io.ComfyNode):
                 "prefix_cache": prefix_cache if is_ours(model) else "core's MODEL has no prefix store",
                 "prefix": prefix_facts(model, guider) if is_ours(model) else None,
             },
-            unused_negative=not guided and is_wired(cls.hidden, "negative"),
+            unguided if cfg != 1 or is_wired(cls.hidden, "negative") else None,
         )
         if cls.hidden.extra_pnginfo is not None:
             cls.hidden.extra_pnginfo["qwen21"] = report  # travels into the pictures that SaveImage writes
@@ -219,6 +220,15 @@ def guides(cfg, start, end):
     return cfg != 1 and start < end
 
 
+def why_unguided(cfg, start, end, steps):
+    """Why no step runs the negative; None where one does."""
+    if cfg == 1:
+        return "the negative prompt is unused: it needs a cfg other than 1"
+    if any(start <= step / steps < end for step in range(steps)):
+        return None
+    return f"cfg {cfg:g} is without effect: no step of {steps} lies from cfg_start {start:g} up to cfg_end {end:g}"
+
+
 class Guider(comfy.samplers.CFGGuider):
     """Core's guidance, in a part of the steps only: from `start` (0 to 1) up to `end`."""
 
@@ -242,6 +252,11 @@ def canvas(latent):
     samples = latent["samples"]
     if samples.ndim == 5 and samples.shape[2] == 1:
         samples = samples[:, :, 0]
+    if samples.ndim != 4:
+        raise UserError(
+            f"the latent has shape {list(samples.shape)}, expected single pictures [batch, 64, height, width]; make it "
+            "with Qwen21EmptyLatent"
+        )
     if samples.shape[1] == 64:
         return samples
     empty = samples.shape[1] in (4, 16) and not bool(torch.count_nonzero(samples))
@@ -276,65 +291,3 @@ def choose_schedule(model, samples, schedule, steps, denoise, sigmas):
         return Schedule(custom_sigmas(sigmas.tolist()), "custom")
     kind, config = resolve_schedule(schedule, model)
     return make_schedule(kind, tokens, steps=steps, denoise=denoise, config=config)
-
-
-class Qwen21PrefixCache(io.ComfyNode):
-    @classmethod
-    def define_schema(cls):
-        return io.Schema(
-            node_id="Qwen21PrefixCache",
-            display_name="Qwen-Image 2.1 prefix cache",
-            category=CATEGORY,
-            description=(
-                "How the prefix of text and references is kept, for people who use KSampler. Qwen21Sampler has its "
-                "own switch."
-            ),
-            inputs=[
-                io.Model.Input("base_model", display_name="model", tooltip="From Qwen21LoadDiT."),
-                io.Combo.Input(
-                    "prefix_cache",
-                    options=SWITCH,
-                    default="on",
-                    tooltip="off computes text and references again at every step: slow, for checking.",
-                ),
-                io.Combo.Input(
-                    "device",
-                    options=PLACES,
-                    default="auto",
-                    tooltip="Where the prefix is kept: auto is the GPU while it fits there beside a step, else RAM.",
-                ),
-                io.Combo.Input(
-                    "storage",
-                    options=list(KV_STORAGES),
-                    default="auto",
-                    optional=True,
-                    tooltip=(
-                        "How the prefix is kept: native is exact, int8 takes half and loses least, fp8 takes half too, "
-                        "fp8_v keeps the keys exact and takes three quarters; auto is native while that fits, else "
-                        "int8."
-                    ),
-                ),
-                io.Float.Input(
-                    "budget",
-                    default=0.0,
-                    min=0.0,
-                    max=4096.0,
-                    step=0.5,
-                    optional=True,
-                    tooltip="GiB that the prefixes of this model may keep between runs; 0 is a quarter of the RAM.",
-                ),
-            ],
-            outputs=[io.Model.Output("model", display_name="model", tooltip="The same model with these settings.")],
-        )
-
-    @classmethod
-    def execute(cls, base_model, prefix_cache, device, storage="auto", budget=0.0):
-        from .bridge.model import is_ours, with_prefix_options
-
-        check_choices(prefix_cache=(prefix_cache, SWITCH), device=(device, PLACES), storage=(storage, KV_STORAGES))
-        if not is_ours(base_model):
-            raise UserError(
-                f"the MODEL is a {type(base_model.model).__name__}; only MODELs of Qwen21LoadDiT keep a prefix"
-            )
-        settings = {"device": device, "storage": storage, "budget": budget}
-        return io.NodeOutput(with_prefix_options(base_model, cache=prefix_cache == "on", **settings))

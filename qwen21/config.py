@@ -221,7 +221,8 @@ class EncoderConfig:
             raise UserError(f"out_hidden_size is {vision.out_width}, expected the language model's width {text.width}")
         if text.head_dim % 2 or 2 * sum(text.mrope_sections) > text.head_dim:
             raise UserError(
-                f"mrope_section is {text.mrope_sections}, expected a sum of at most half the head size {text.head_dim}"
+                f"mrope_section is {text.mrope_sections}, expected a sum of at most half the head size "
+                f"{text.head_dim}; a file of weights cannot tell it: give the folder with its config.json"
             )
         if vision.width % (4 * vision.heads):
             raise UserError(

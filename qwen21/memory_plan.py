@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 import torch
 
@@ -157,16 +158,25 @@ def plan_memory(
     beside: int = 0,
     lays_out: bool = True,
     fused: bool = False,
+    computed_in: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> MemoryPlan:
     """The plan of a job with the components `dit`, `encoder` and `vae`, from their headers.
 
     dtype None is each file's own. free: bytes of the GPU, None where the CPU computes. placement and codec: auto, or
     what `choose` takes. fp8: block linears that are not quantized yet are kept in fp8.
     beside: bytes of LoRAs beside the transformer's weights. lays_out: whether a run may lay its prefixes out for all
-    steps. fused: whether it fuses products.
+    steps. fused: whether it fuses products. computed_in: by network, what a host computes in
+    where that is not as the weights are kept; the VAE is loaded in it.
     """
-    compute = dtype or own_dtype(parts["dit"])
-    needs = _needs(parts, job, dtype, compute, fp8, beside, fused)
+    vae_dtype = torch.float32 if dtype == torch.float16 else dtype  # its values can exceed what fp16 holds
+    computed_in = {
+        "dit": dtype or own_dtype(parts["dit"]),
+        "encoder": dtype or own_dtype(parts["encoder"]),
+        "vae": vae_dtype or own_dtype(parts["vae"]),
+        **computed_in,
+    }
+    compute = computed_in["dit"]
+    needs = _needs(parts, job, dtype, computed_in, fp8, beside, fused)
     if lays_out:
         needs = replace(needs, joined=_joined(parts["dit"], job, compute))
     choice = choose(needs, free or 0, ram, gpu=free is not None, placement=placement, codec=codec)
@@ -194,15 +204,14 @@ def _needs(
     parts: Mapping[str, Component],
     job: Job,
     dtype: torch.dtype | None,
-    compute: torch.dtype,
+    computed_in: Mapping[str, torch.dtype],
     fp8: Fp8 | None,
     beside: int,
     fused: bool,
 ) -> Needs:
     config, vae, encoder = parts["dit"].config, parts["vae"], parts["encoder"]
     made, cells = memory.chains(job.prefixes, job.shared), math.prod(job.grid)
-    vae_dtype = torch.float32 if dtype == torch.float16 else dtype  # its values can exceed what fp16 holds
-
+    compute = computed_in["dit"]
     rebuilt = memory.rebuilt_bytes(parts["dit"], compute, fp8)
 
     def prefill(away: bool) -> dict[str, int]:
@@ -219,16 +228,16 @@ def _needs(
         weights={
             "dit": memory.weight_bytes(parts["dit"], dtype, fp8) + beside,
             "encoder": memory.weight_bytes(encoder, dtype, fp8),
-            "vae": memory.weight_bytes(vae, vae_dtype),
+            "vae": memory.weight_bytes(vae, computed_in["vae"]),
         },
-        reading=memory.reading_activations(encoder.config, job.patches, job.tokens, dtype or own_dtype(encoder)),
+        reading=memory.reading_activations(encoder.config, job.patches, job.tokens, computed_in["encoder"]),
         prefix={name: memory.prefix_bytes(config, made, compute, CODECS[name]) for name in FIDELITY},
         prefill=prefill(away=False),
         step={name: step(name, away=False) for name in FIDELITY},
         away_prefill=prefill(away=True),
         away_step={name: step(name, away=True) for name in FIDELITY},
-        decode=_by_tile(vae, [job.size], vae_dtype or own_dtype(vae), decode=True),
-        encode=_by_tile(vae, job.pictures, vae_dtype or own_dtype(vae), decode=False),
+        decode=_by_tile(vae, [job.size], computed_in["vae"], decode=True),
+        encode=_by_tile(vae, job.pictures, computed_in["vae"], decode=False),
     )
 
 

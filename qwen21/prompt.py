@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -279,6 +280,14 @@ class TokenLayout:
             index = span.stop
         parts.append(torch.arange(p, p + len(self.ids) - index).expand(3, -1))
         return torch.cat(parts, dim=1)
+
+
+def placeholder_warnings(prompts: Iterable[str], references: int) -> list[str]:
+    """Of `<imageN>` in prompts that stand for none of the references."""
+    named = {int(number) for prompt in prompts for number in re.findall(r"<image(\d{1,3})>", prompt)}
+    strange = ", ".join(f"<image{number}>" for number in sorted(named) if not 1 <= number <= references)
+    there = f"there {'is' if references == 1 else 'are'} {references or 'no'} reference{'' if references == 1 else 's'}"
+    return [f"the prompt speaks of {strange}, but {there}"] if strange else []
 
 
 def layout_tokens(prompt: str, tokenizer: Tokenizer, grids: Sequence[tuple[int, int, int]] = ()) -> TokenLayout:

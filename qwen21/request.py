@@ -11,7 +11,7 @@ from .checkpoint.load import ModelFiles
 from .config import LATENT_PIXELS, MAX_BATCH
 from .errors import UserError
 from .mini import size_warning
-from .prompt import Reference, canvas_size, prepare_references
+from .prompt import Reference, canvas_size, placeholder_warnings, prepare_references
 from .sampler import GuidanceRange, guidance, guides, noise_seed
 from .schedule import Schedule, custom_sigmas, make_schedule
 
@@ -82,6 +82,7 @@ def make_plan(request: Request, files: ModelFiles) -> Plan:
     size = _canvas(request, warnings)
     schedule = _schedule(request, files, size[0] * size[1] // LATENT_PIXELS**2)
     warnings += schedule.warnings
+    warnings += placeholder_warnings(request.prompt_list, len(references))
     if warning := size_warning(files.dit.checkpoint.path, size, [each.image.size for each in references]):
         warnings.append(warning)
     cfg = guidance(schedule.steps, request.cfg, request.cfg_ranges)

@@ -16,6 +16,8 @@ from .options import EDIT_NOISES
 # odd in its low 32 bits, all that the CPU generator uses, so no number of references gives the seed back.
 EDIT_SEED_OFFSET = 0x9E3779B97F4A7C15
 
+WILD_CFG = 1e4  # beyond, guidance itself overflows
+
 Velocity = Callable[[Tensor, float], Tensor]  # x [B, C, h, w], sigma -> v [B, C, h, w]
 
 
@@ -89,12 +91,18 @@ def sample(
     steps = len(levels) - 1
     finite: list[Tensor] = []  # of each step, read once the next one is on its way: a GPU never waits for its answer
 
+    def blame(done: int) -> str:
+        if cfg is not None and max(map(abs, cfg[: done + 1])) > WILD_CFG:
+            return "the CFG is far too high; 1 to 10 is usual"
+        return (
+            "the transformer's file holds NaN or infinite weights, or they overflow in this dtype; check the file, or "
+            "try another dtype"
+        )
+
     def check(done: int) -> None:
         if not bool(finite[done]):
             raise UserError(
-                f"the latent is not finite after step {done + 1} of {steps} (sigma {levels[done]:g}): the "
-                "transformer's file holds NaN or infinite weights, or they overflow in this dtype; check the file, or "
-                "try another dtype"
+                f"the latent is not finite after step {done + 1} of {steps} (sigma {levels[done]:g}): {blame(done)}"
             )
 
     x = noise if start is None else levels[0] * noise + (1 - levels[0]) * start.latent

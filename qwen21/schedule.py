@@ -103,6 +103,12 @@ def make_schedule(
     return Schedule(turbo_sigmas(config)[-(kept + 1) :], kind, warnings)
 
 
+def is_run_of(grid: Tensor, sigmas: Tensor) -> bool:
+    """Whether `sigmas` are consecutive ones of a grid, such as the last few of it."""
+    n, given = len(sigmas), sigmas.cpu().float()
+    return any(torch.allclose(grid[i : i + n], given, atol=1e-6) for i in range(len(grid) - n + 1))
+
+
 def official_grid(
     sigmas: Tensor, table: Tensor, tokens: int, *, turbo: bool = False, config: ScheduleConfig = ScheduleConfig()
 ) -> tuple[Tensor, int] | None:

@@ -17,7 +17,7 @@ from ...qwen21.checkpoint.load import fill, find_encoder, module_of
 from ...qwen21.encoded import KeptHeads
 from ...qwen21.errors import UserError
 from ...qwen21.prompt import Reference
-from .host import check_cancel, precision, stored_as
+from .host import check_cancel, encoder_dtype, precision, stored_as
 from .quantized import LAYERS, patcher_class
 
 KEPT_FEATURES = 16  # vision features remembered by the content of their pixels
@@ -78,11 +78,8 @@ def load_encoder(
     part = find_encoder(Path(path))
     load_device = torch.device("cpu") if device == "cpu" else comfy.model_management.text_encoder_device()
     weights, fp8 = precision(part, dtype, keep)
-    compute = weights if comfy.model_management.should_use_bf16(load_device) else torch.float32
-    if weights == torch.float32:
-        compute = torch.float32
     module = module_of("encoder", part.config, comfy.ops.manual_cast, weights)
-    module.compute_dtype = compute
+    module.compute_dtype = encoder_dtype(weights, load_device)
     offload_device = comfy.model_management.text_encoder_offload_device()
     fill(module, part, weights, offload_device, fp8, LAYERS)
     patcher = patcher_class(module, disable_dynamic)(module, load_device=load_device, offload_device=offload_device)

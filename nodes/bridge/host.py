@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 FOLDERS = {"dit": "diffusion_models", "encoder": "text_encoders", "vae": "vae", "lora": "loras"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+COMPUTES = [torch.bfloat16, torch.float32]  # what the networks compute in, unless fp16 is asked for
 FP8 = "fp8"
 DTYPE_NAMES = ["default", *DTYPES, FP8]
 NOTHING = "(no file found)"
@@ -70,6 +71,34 @@ def precision(part: Component, dtype: str, keep: str = "") -> tuple[torch.dtype,
     if fp8:
         check_keep(fp8, (part,))
     return DTYPES.get(dtype) or own_dtype(part), fp8
+
+
+def transformer_cast(weights: torch.dtype) -> torch.dtype | None:
+    """What the transformer computes in here, where that is not its weights' dtype."""
+    supported = [*COMPUTES, *([torch.float16] if weights == torch.float16 else [])]
+    return comfy.model_management.unet_manual_cast(weights, comfy.model_management.get_torch_device(), supported)
+
+
+def encoder_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
+    """What the text encoder computes in."""
+    return weights if comfy.model_management.should_use_bf16(device) else torch.float32
+
+
+def vae_dtype(dtype: str) -> torch.dtype:
+    """What the VAE is loaded in. `default` never is fp16, which its values can exceed."""
+    if dtype == "default":
+        return comfy.model_management.vae_dtype(comfy.model_management.vae_device(), COMPUTES)
+    return DTYPES[dtype]
+
+
+def computed_in(parts: dict[str, Component], dtype: str) -> dict[str, torch.dtype]:
+    """What this machine computes in, by network, for a choice of `DTYPE_NAMES` in all loaders."""
+    weights = {name: precision(parts[name], dtype)[0] for name in ("dit", "encoder")}
+    return {
+        "dit": transformer_cast(weights["dit"]) or weights["dit"],
+        "encoder": encoder_dtype(weights["encoder"], comfy.model_management.text_encoder_device()),
+        "vae": vae_dtype("default" if dtype == FP8 else dtype),
+    }
 
 
 def stored_as(part: Component, fp8: Fp8 | None) -> str:

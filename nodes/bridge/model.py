@@ -11,6 +11,7 @@ import comfy.conds
 import comfy.latent_formats
 import comfy.model_base
 import comfy.model_management
+import comfy.model_sampling
 import comfy.patcher_extension
 import comfy.sample
 import comfy.supported_models_base
@@ -23,9 +24,9 @@ from ...qwen21.dit import DiT
 from ...qwen21.errors import UserError
 from ...qwen21.memory import working_bytes
 from ...qwen21.prefix import Prefix
-from ...qwen21.schedule import official_grid
+from ...qwen21.schedule import is_run_of, official_grid, turbo_sigmas
 from .condition import Condition, condition_of
-from .host import check_cancel, precision, stored_as
+from .host import COMPUTES, check_cancel, precision, stored_as, transformer_cast
 from .options import Compiler, attention, refuse_unsupported
 from .prefixes import OPTIONS, PrefixStore, note_reuse
 from .quantized import LAYERS, is_quantized, largest_weight, patcher_class, refuse_saving
@@ -44,8 +45,9 @@ class _Channels(int):
     owner: Qwen21LatentFormat
 
     def __ne__(self, other: object) -> bool:
-        if other in (4, 16):
-            if "downscale_ratio_spacial" not in inspect.signature(comfy.sample.fix_empty_latent_channels).parameters:
+        if other != 64:
+            ratios = "downscale_ratio_spacial" in inspect.signature(comfy.sample.fix_empty_latent_channels).parameters
+            if other not in (4, 16) or not ratios:
                 raise UserError(
                     f"the latent has {other} channels, Qwen-Image 2.1 has 64; make it with the node Qwen21EmptyLatent, "
                     "or take the latent of Qwen21EncodePrompt"
@@ -100,7 +102,7 @@ class Qwen21Config(comfy.supported_models_base.BASE):
     # multiplier 1: the transformer takes sigma itself and rounds it as the released pipeline does
     sampling_settings = {"multiplier": 1.0, "shift": 2.0}
     memory_usage_factor = 1.8
-    supported_inference_dtypes = [torch.bfloat16, torch.float32]
+    supported_inference_dtypes = COMPUTES
     latent_format = Qwen21LatentFormat
 
 
@@ -234,11 +236,10 @@ def load_model(path: str, dtype: str = "default", keep: str = "", disable_dynami
     part = find_dit(Path(path))
     turbo, schedule = _schedule_of(part)
     weights, fp8 = precision(part, dtype, keep)
-    supported = list(Qwen21Config.supported_inference_dtypes) + ([torch.float16] if weights == torch.float16 else [])
     load_device = comfy.model_management.get_torch_device()
     offload_device = comfy.model_management.unet_offload_device()
     config = Qwen21Config({"image_model": "qwen_image21", "config": part.config})
-    config.set_inference_dtype(weights, comfy.model_management.unet_manual_cast(weights, load_device, supported))
+    config.set_inference_dtype(weights, transformer_cast(weights))
     model = Qwen21Model(config, part, turbo, schedule)
     model.stored_as = stored_as(part, fp8)
     fill(model.diffusion_model, part, weights, offload_device, fp8, LAYERS)
@@ -263,6 +264,26 @@ def _schedule_of(part: Component) -> tuple[bool, ScheduleConfig]:
     return part.identity.turbo_hint, ScheduleConfig()
 
 
+def is_reshaped(patcher: Any) -> bool:
+    """Whether a node gave the MODEL a sampling of its own, such as another shift."""
+    return is_ours(patcher) and patcher.get_model_object("model_sampling") is not patcher.model.plain_sampling
+
+
+def _require_plain(patcher: Any, noise: Tensor) -> None:
+    """Refuse what would come out as noise: another sampling than the transformer's, and latents with frames."""
+    sampling, half = patcher.get_model_object("model_sampling"), torch.tensor(0.5)
+    if not isinstance(sampling, comfy.model_sampling.CONST) or float(sampling.timestep(half)) != 0.5:
+        raise UserError(
+            "a node gave this MODEL a sampling that it was not trained for; remove that node, or take "
+            "ModelSamplingAuraFlow for another shift"
+        )
+    if noise.ndim < 4 or noise.shape[2:-2].numel() != 1:
+        raise UserError(
+            f"the latent has shape {list(noise.shape)}, expected single pictures [batch, 64, height, width]; make it "
+            "with Qwen21EmptyLatent"
+        )
+
+
 def official_sigmas(patcher: Any, sigmas: Tensor, tokens: int) -> Tensor | None:
     """The released grid in place of a `simple` one of our own unpatched model sampling; None for any other grid."""
     model = patcher.model
@@ -275,9 +296,12 @@ def official_sigmas(patcher: Any, sigmas: Tensor, tokens: int) -> Tensor | None:
 def _use_official_grid(executor: Any, noise: Tensor, latent_image: Tensor, sampler: Any, sigmas: Tensor, *rest, **kw):
     """KSampler never asks a model for sigmas: its `simple` grid becomes the released one of this size."""
     patcher = executor.class_obj.model_patcher
+    if isinstance(patcher.model, Qwen21Model):
+        _require_plain(patcher, noise)
     official = official_sigmas(patcher, sigmas, noise.shape[-1] * noise.shape[-2])
     if official is None and getattr(patcher.model, "turbo", False):
-        log.warning("Qwen-Image 2.1 Turbo: not its own 8 steps; the given sigmas run as they are")
+        if not is_run_of(turbo_sigmas(patcher.model.schedule), sigmas):
+            log.warning("Qwen-Image 2.1 Turbo: not its own 8 steps; the given sigmas run as they are")
     elif official is None:
         log.info("Qwen-Image 2.1: sampling the given sigmas as they are")
     else:

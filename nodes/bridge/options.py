@@ -19,7 +19,6 @@ from .condition import Condition
 log = logging.getLogger(__name__)
 
 COMPILED = "torch.compile"  # the key of the wrapper that core's TorchCompileModel leaves
-UNSUPPORTED_PATCHES = ("single_block", "post_input", "attn1_patch", "double_block")
 
 
 class Compiler:
@@ -55,14 +54,13 @@ def refuse_unsupported(control: Any, options: dict[str, Any], condition: Conditi
         raise UserError("the Qwen-Image 2.1 MODEL got no conditioning; wire Qwen21EncodePrompt into positive")
     if control is not None:
         raise UserError("ControlNets do not exist for Qwen-Image 2.1; remove the Apply ControlNet node")
-    patches = [*options.get("patches", {}), *options.get("patches_replace", {}).get("dit", {})]
-    replaced = bool(options.get("patches_replace", {}).get("dit"))
-    named = [name for name in UNSUPPORTED_PATCHES if name in patches]
-    if replaced or named:
-        what = ", ".join(named) or "patches_replace.dit"
+    patches = [name for name, given in options.get("patches", {}).items() if given]
+    patches += [f"patches_replace.{name}" for name, given in options.get("patches_replace", {}).items() if given]
+    patches += ["rope_options"] if options.get("rope_options") else []
+    if patches:
         raise UserError(
-            f"a node patches the transformer's blocks ({what}), which this MODEL does not support: its prefix is "
-            "computed apart from its steps; remove that node"
+            f"a node patches the transformer's blocks ({', '.join(patches)}), which this MODEL does not support: its "
+            "prefix is computed apart from its steps; remove that node"
         )
 
 

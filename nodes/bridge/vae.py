@@ -18,7 +18,7 @@ from ...qwen21.config import LATENT_PIXELS
 from ...qwen21.errors import UserError
 from ...qwen21.images import to_vae_pixels
 from ...qwen21.prompt import Reference
-from .host import DTYPES, check_cancel, free_bytes
+from .host import check_cancel, free_bytes, vae_dtype
 from .quantized import patcher_class
 
 KEPT_LATENTS = 16  # reference latents remembered by the content of their pixels
@@ -114,12 +114,15 @@ class Qwen21VAE:
     def _picture(self, run: Callable[[Tensor], Tensor], samples: Tensor) -> Tensor:
         if samples.ndim == 5 and samples.shape[2] == 1:
             samples = samples[:, :, 0]
-        pixels = run(samples.to(self.device, torch.float32))
-        pixels = (pixels.float() * 0.5 + 0.5).movedim(1, -1).to(self.output_device)
-        return _with_alpha(pixels, self.alpha)
+        height, width = (side * LATENT_PIXELS for side in samples.shape[-2:])
+        pictures = torch.empty(len(samples), height, width, 4, device=self.output_device)
+        for row, picture in zip(samples.split(1), pictures, strict=True):  # of a batch, the device holds one
+            picture.copy_(run(row.to(self.device, torch.float32))[0].mul_(0.5).add_(0.5).movedim(0, -1))
+        return _with_alpha(pictures, self.alpha)
 
     def _latent(self, run: Callable[[Tensor], Tensor], pixels: Tensor) -> Tensor:
-        return run(pixels.to(self.device, torch.float32)).float().to(self.output_device)
+        rows = [run(row.to(self.device, torch.float32)).float() for row in pixels.split(1)]
+        return torch.cat(rows).to(self.output_device)
 
     def _pixels(self, pictures: Tensor) -> Tensor:
         """[B, H, W, C] in [0, 1] -> [B, 4, H, W] in [-1, 1], cropped about the centre to multiples of 16."""
@@ -157,10 +160,7 @@ def load_vae(path: str, dtype: str = "default", alpha: str = "auto", disable_dyn
     fp32; `default` never chooses it."""
     part = find_vae(Path(path))
     load_device = comfy.model_management.vae_device()
-    if dtype == "default":
-        weights = comfy.model_management.vae_dtype(load_device, [torch.bfloat16, torch.float32])
-    else:
-        weights = DTYPES[dtype]
+    weights = vae_dtype(dtype)
     module = module_of("vae", part.config, comfy.ops.manual_cast, weights, encoder=has_encoder(part))
     offload_device = comfy.model_management.vae_offload_device()
     fill(module, part, weights, offload_device)

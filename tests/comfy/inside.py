@@ -119,6 +119,23 @@ def check_half_vae():
     return {"dtype": str(half.vae_dtype), "usual": errors[0], "overflowing": errors[1]}
 
 
+def batch_decode_peaks():
+    """Bytes alive beside the pictures while 1 and 4 of them are decoded."""
+    from the_pack.nodes.bridge.vae import load_vae
+
+    sys.path.append(str(PACK))  # at the end: the pack's folders are named as ComfyUI's modules
+    from tests.live import Live
+
+    vae = load_vae(str(MODELS / "vae" / VAE), "fp32", alpha="keep")
+    weights, peaks = list(vae.patcher.model.parameters()), []
+    for batch in (1, 4):
+        latents = torch.randn(batch, 64, 8, 8)
+        with Live(latents, *weights) as live:
+            pictures = vae.decode(latents)
+        peaks.append(live.peak - pictures.nbytes)
+    return peaks
+
+
 def save_fresh():
     """The text to image of the tests, by core's own functions, in a process that did nothing before."""
     import comfy.sample
@@ -156,7 +173,7 @@ def main():
         half = check_half_vae()
         found = {"half vae": half, "dit": check_dit(), "encoder": check_encoder(), "vae": check_vae()}
         found |= {"quantized dit": check_dit(DIT_INT8), "quantized encoder": check_encoder(ENCODER_INT8)}
-        found |= signatures()
+        found |= signatures() | {"batch decode": batch_decode_peaks()}
     print(json.dumps(found))
 
 

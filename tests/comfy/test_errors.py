@@ -123,6 +123,13 @@ def test_a_picture_of_another_model_is_refused(comfy, channels, way):
     refused(comfy, graph, "sample", f"the latent has {channels} channels, Qwen-Image 2.1 has 64")
 
 
+@pytest.mark.parametrize("way", [sampler, ksampler], ids=["ours", "ksampler"])
+def test_latents_with_frames_are_refused(comfy, way):
+    frames = node("EmptyHunyuanLatentVideo", width=96, height=64, length=9, batch_size=1)
+    entry = {"latent" if way is sampler else "latent_image": ["other", 0]}
+    refused(comfy, text_to_image(other=frames, sample=way(**entry)), "sample", "the latent has", "Qwen21EmptyLatent")
+
+
 # --- models that do not belong together ----------------------------------------------------------------------------
 
 OTHER = node("ProbeOther", model=["dit", 0])

@@ -33,3 +33,8 @@ def test_a_vae_in_fp16_computes_again_what_overflows(inside):
     assert found["dtype"] == "torch.float16"
     assert 0 < found["usual"] < 0.02
     assert found["overflowing"] < 0.02
+
+
+def test_a_batch_is_decoded_picture_by_picture(inside):
+    one, four = inside["batch decode"]
+    assert 0 < four <= 1.01 * one

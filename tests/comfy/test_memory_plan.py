@@ -79,6 +79,8 @@ def test_this_machine_is_asked(comfy):
     text = comfy.run(graph(free_gib=0.0)).shown()
     assert "of RAM" in text and "GPU" not in text
     assert re.search(r"Available: [\d.]+ GiB of RAM", text)
+    assert "computed in fp32" in text  # as the loaders choose on a CPU, whatever the file's dtype
+    assert "computed in bf16" in comfy.run(graph(free_gib=0.5, dtype="bf16")).shown()
 
 
 @pytest.mark.parametrize("storage", ["native", "fp8"])

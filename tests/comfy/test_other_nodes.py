@@ -149,3 +149,40 @@ def test_nodes_that_patch_blocks_are_refused_by_name(comfy, patch):
     node_id, message = comfy.error(patched("patch", patch=node("ProbePatch", model=["dit", 0], patch=patch)))
     assert node_id == "sample" and "\n" not in message
     assert ("patches_replace.dit" if patch == "dit_replace" else patch) in message and "remove that node" in message
+
+
+ACTS_ON_BLOCKS = {
+    "PerturbedAttentionGuidance": {"scale": 3.0},
+    "SelfAttentionGuidance": {"scale": 0.5, "blur_sigma": 2.0},
+    "ScaleROPE": {f"{kind}_{axis}": kind == "scale" for axis in "xyt" for kind in ("scale", "shift")},
+}
+
+
+@pytest.mark.parametrize("name", ACTS_ON_BLOCKS)
+def test_cores_nodes_that_act_on_blocks_are_refused(comfy, name):
+    """Otherwise they would do nothing, in silence."""
+    if name not in comfy.server.object_info():
+        pytest.skip(f"ComfyUI {comfy.server.installation} has no node {name}")
+    patch = node(name, model=["dit", 0], **(ACTS_ON_BLOCKS[name] | ({"scale_x": 1.5} if name == "ScaleROPE" else {})))
+    graph = patched("patch", patch=patch, neg=prompt("dull"))
+    graph["sample"]["inputs"] |= {"cfg": 2.0, "negative": ["neg", 0]}
+    node_id, message = comfy.error(graph)
+    assert node_id == "sample" and "remove that node" in message
+
+
+# --- another sampling ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [sampler, ksampler], ids=["ours", "ksampler"])
+def test_a_sampling_that_would_make_noise_is_refused(comfy, make):
+    node_id, message = comfy.error(patched("other", make, other=node("ModelSamplingSD3", model=["dit", 0], shift=3.0)))
+    assert node_id == "sample" and "ModelSamplingAuraFlow" in message and "\n" not in message
+
+
+def test_another_shift_is_for_grids_that_use_it(comfy):
+    shifted = node("ModelSamplingAuraFlow", model=["dit", 0], shift=6.0)
+    graph = patched("shifted", shifted=shifted, report=show("sample", 1))
+    ran, plain = comfy.run(graph), comfy.latent(text_to_image())
+    assert torch.equal(ran.latent, plain)
+    assert "another shift" in json.loads(ran.shown("report"))["warnings"][0]
+    assert not torch.allclose(comfy.latent(patched("shifted", ksampler, shifted=shifted)), plain, atol=0.01)

@@ -139,6 +139,29 @@ def test_the_report_tells_of_a_negative_prompt_that_is_not_used(comfy):
     assert any("negative" in warning for warning in found["warnings"])
 
 
+@pytest.mark.parametrize(("start", "end"), [(0.9, 0.2), (0.51, 0.52)])
+def test_the_report_tells_of_a_range_without_steps(comfy, start, end):
+    guided = sampler(steps=4, cfg=3.0, negative=["neg", 0], cfg_start=start, cfg_end=end)
+    found = report(comfy, text_to_image(neg=prompt("blurry"), sample=guided))
+    assert found["cfg"] == 1.0
+    why = f"no step of 4 lies from cfg_start {start} up to cfg_end {end}"
+    assert found["warnings"] == [f"cfg 3 is without effect: {why}"]
+
+
+def test_the_report_tells_of_a_placeholder_without_a_reference(comfy):
+    found = report(comfy, text_to_image(pos=prompt("make <image1> red")))
+    assert found["warnings"] == ["the prompt speaks of <image1>, but there are no references"]
+
+
+def test_turbos_own_grid_is_no_matter_for_a_warning(comfy):
+    turbo = node("Qwen21LoadDiT", file="qwen_image_2.1_turbo_tiny.safetensors", dtype="default")
+    logged = len(comfy.server.log())
+    comfy.run(text_to_image(dit=turbo, sample=sampler(seed=seed(), steps=8)))
+    assert "not its own 8 steps" not in comfy.server.log()[logged:]
+    comfy.run(text_to_image(dit=turbo, sample=ksampler(seed=seed(), steps=5)))
+    assert "not its own 8 steps" in comfy.server.log()[logged:]
+
+
 def test_the_report_tells_of_latents_without_slots(comfy):
     """They follow the text, as in core; people should hear of it."""
     nodes = {

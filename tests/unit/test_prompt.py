@@ -18,6 +18,7 @@ from qwen21.prompt import (
     Special,
     canvas_size,
     layout_tokens,
+    placeholder_warnings,
     prepare_references,
     reference_size,
     template,
@@ -222,6 +223,20 @@ def test_template_as_written_down():
         "<image1><|vision_start|><|image_pad|><|vision_end|> <image2><|vision_start|><|image_pad|><|vision_end|>a cat"
         "<|im_end|>\n<|im_start|>assistant\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("prompts", "references", "expected"),
+    [
+        (["put <image1> on <image2>"], 2, []),
+        (["a cat", "an <image> tag, <imagex>"], 0, []),
+        (["make <image1> blue"], 0, ["the prompt speaks of <image1>, but there are no references"]),
+        (["<image2>"], 1, ["the prompt speaks of <image2>, but there is 1 reference"]),
+        (["<image3> <image0>", "<image3>"], 2, ["the prompt speaks of <image0>, <image3>, but there are 2 references"]),
+    ],
+)
+def test_placeholders_without_a_reference(prompts, references, expected):
+    assert placeholder_warnings(prompts, references) == expected
 
 
 @pytest.mark.parametrize("n", [0, 2])

@@ -144,6 +144,17 @@ def test_a_non_finite_latent_names_its_step():
         sample(velocity, draw_noise(SHAPE, 0), torch.tensor([1.0, 0.5, 0.0]))
 
 
+def test_a_wild_cfg_is_blamed_before_the_file():
+    with pytest.raises(UserError, match="CFG is far too high"):
+        sample(
+            lambda x, sigma: x,
+            draw_noise(SHAPE, 0),
+            torch.tensor([1.0, 0.5, 0.0]),
+            negative=lambda x, sigma: torch.zeros_like(x),
+            cfg=[3e38, 3e38],
+        )
+
+
 def test_cancel_and_steps_are_reported():
     steps = []
 

@@ -8,7 +8,7 @@ from diffusers.pipelines.qwenimage21.pipeline_qwenimage21 import calculate_shift
 
 from qwen21.config import ScheduleConfig
 from qwen21.errors import UserError
-from qwen21.schedule import base_sigmas, custom_sigmas, make_schedule, shift, turbo_sigmas
+from qwen21.schedule import base_sigmas, custom_sigmas, is_run_of, make_schedule, shift, turbo_sigmas
 from tests.tiny import SCHEDULER, TURBO_SIGMAS
 
 SIZES = [(512, 512), (1024, 1024), (2048, 2048), (2752, 1536), (96, 160)]
@@ -41,6 +41,13 @@ def test_turbo_is_the_released_grid_at_every_size():
     expected = torch.tensor([*TURBO_SIGMAS, 0.0])
     assert torch.equal(turbo_sigmas(), expected)
     assert torch.equal(make_schedule("turbo", 64).sigmas, make_schedule("turbo", 16384).sigmas)
+
+
+def test_runs_of_a_grid():
+    grid = turbo_sigmas()
+    assert all(is_run_of(grid, grid[start:stop]) for start, stop in ((0, 9), (4, 9), (0, 5)))
+    assert not is_run_of(grid, grid[::2]) and not is_run_of(grid, base_sigmas(8, 64))
+    assert not is_run_of(grid, base_sigmas(20, 64))
 
 
 def test_turbo_with_another_step_count_says_what_runs():
