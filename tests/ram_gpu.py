@@ -30,7 +30,7 @@ C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CU
 aten = torch.ops.aten
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 # What may read tensors of both devices: copies, and indices.
-BETWEEN_DEVICES = {aten._to_copy.default, aten.copy_.default, aten.index.Tensor}
+BETWEEN_DEVICES = {aten._to_copy.default, aten.copy_.default, aten.index.Tensor, aten.index_put_.default}
 
 # Runs in one, as fused kernels do: its parts would hold all scores.
 WHOLE = aten.scaled_dot_product_attention.default
@@ -51,6 +51,17 @@ class OnGpu(torch.Tensor):
 
     def __repr__(self) -> str:
         return f"OnGpu({self.ram})"
+
+    def tolist(self) -> list:
+        return self.ram.tolist()
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """Tells `Module.to` to replace a parameter, where it would change what one means in place."""
+        return ["ram"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: dict[str, torch.Tensor], *_) -> OnGpu:
+        return OnGpu(tensors["ram"])
 
     @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):

@@ -3,7 +3,6 @@
 `python inside.py PACK MODELS OUT`: the pack's folder, the tiny models, and a folder for tensors.
 """
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -19,19 +18,11 @@ comfy.options.enable_args_parsing()
 import comfy.model_patcher  # noqa: E402
 import comfy.ops  # noqa: E402
 import torch  # noqa: E402
+from packages import import_pack  # noqa: E402
 
 CARD = torch.device("meta")  # a small card's stand-in: a layer that computes with weights left behind fails there
 DIT, ENCODER, VAE = "qwen_image_2.1_tiny.safetensors", "qwen3vl_tiny.safetensors", "qwen_image_2.1_vae_tiny.safetensors"
 DIT_INT8, ENCODER_INT8 = "qwen_image_2.1_int8_convrot_tiny.safetensors", "qwen3vl_int8_convrot_tiny.safetensors"
-
-
-def import_pack():
-    spec = importlib.util.spec_from_file_location(
-        "the_pack", PACK / "__init__.py", submodule_search_locations=[str(PACK)]
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["the_pack"] = module
-    spec.loader.exec_module(module)
 
 
 def holders(module):
@@ -121,10 +112,8 @@ def check_half_vae():
 
 def batch_decode_peaks():
     """Bytes alive beside the pictures while 1 and 4 of them are decoded."""
+    from pack_tests.live import Live
     from the_pack.nodes.bridge.vae import load_vae
-
-    sys.path.append(str(PACK))  # at the end: the pack's folders are named as ComfyUI's modules
-    from tests.live import Live
 
     vae = load_vae(str(MODELS / "vae" / VAE), "fp32", alpha="keep")
     weights, peaks = list(vae.patcher.model.parameters()), []
@@ -167,7 +156,7 @@ def signatures():
 
 
 def main():
-    import_pack()
+    import_pack(PACK)
     with torch.inference_mode():
         save_fresh()
         half = check_half_vae()

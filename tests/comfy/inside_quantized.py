@@ -97,7 +97,7 @@ def run(file, dtype, inputs):
 def main():
     from safetensors.torch import load_file, save_file
 
-    inside.import_pack()
+    inside.import_pack(inside.PACK)
     inputs, told = load_file(inside.OUT / "inputs.safetensors"), {}
     with torch.inference_mode():
         for name, (file, dtype) in FILES.items():

@@ -1,0 +1,19 @@
+"""For scripts that run in a process of their own, in the folder of a ComfyUI: imports that its folders do not hide."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+
+def import_package(name: str, folder: Path) -> None:
+    """Import a package by its path, under another name: ComfyUI has `nodes` and `tests` too."""
+    init = folder / "__init__.py"
+    spec = importlib.util.spec_from_file_location(name, init, submodule_search_locations=[str(folder)])
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+
+
+def import_pack(folder: Path) -> None:
+    """The pack as `the_pack`, its tests as `pack_tests`."""
+    import_package("the_pack", folder)
+    import_package("pack_tests", folder / "tests")
