@@ -230,6 +230,11 @@ def opened_request(a: argparse.Namespace) -> Request:
     )
 
 
+def inputs_of(a: argparse.Namespace) -> list[Path]:
+    """Files that the arguments name to be read, but for the model's own."""
+    return [*a.image, *(path for path in (a.init_image, a.mask) if path), *(path for path, _ in a.lora)]
+
+
 def fp8_of(a: argparse.Namespace) -> Fp8 | None:
     """FP8 storage as the flags --dtype and --keep ask for it."""
     from .checkpoint.quant import Fp8

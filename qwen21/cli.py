@@ -118,7 +118,7 @@ def run_generate(a: argparse.Namespace) -> int:
     from .request import make_plan
 
     jobs = session.expand(a, lambda words: build_parser().parse_args(["generate", *words]))
-    inputs = [path for job in jobs for path in (*job.image, job.init_image, job.mask) if path]
+    inputs = [path for job in jobs for path in arguments.inputs_of(job)]
     for number, job in enumerate(jobs, 1):
         with session.naming(number, jobs):
             outputs.check_outputs(job.out, job.save_latent, max(1, min(job.batch, MAX_BATCH)), inputs)
@@ -128,7 +128,7 @@ def run_generate(a: argparse.Namespace) -> int:
     files = find_model(a)
     for number, job in enumerate(jobs, 1):
         with session.naming(number, jobs):
-            outputs.check_outputs(job.out, job.save_latent, 1, [*files.paths, *(path for path, _ in a.lora)])
+            outputs.check_outputs(job.out, job.save_latent, 1, files.paths)
             # Every job, before the first is painted: this refuses what cannot be done.
             make_plan(arguments.opened_request(job) if number > 1 else first, files)
     fp8 = arguments.fp8_of(a)

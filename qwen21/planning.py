@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 
 from . import images, memory, outputs
-from .arguments import fp8_of, request_of
+from .arguments import fp8_of, inputs_of, request_of
 from .checkpoint.files import open_checkpoint
 from .checkpoint.load import ModelFiles, check_keep
 from .config import LATENT_PIXELS
@@ -30,7 +30,7 @@ ORIENTATION = 0x0112
 def run(a: argparse.Namespace, files: ModelFiles) -> int:
     """Print the plan, and write its picture where one is asked for."""
     if a.picture:
-        outputs.check_outputs(a.picture, None, 1, [*a.image, *files.paths])
+        outputs.check_outputs(a.picture, None, 1, [*inputs_of(a), *files.paths])
     made, warnings = plan_of(a, files)
     for warning in warnings:
         print(f"qwen21: warning: {warning}", file=sys.stderr)
