@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .checked import short
+from .checked import printable, short
 from .config import MAX_BATCH
 from .errors import UserError
 
@@ -53,7 +53,8 @@ def naming(number: int, jobs: Sequence[argparse.Namespace], written: bool = Fals
         if len(jobs) == 1:
             raise
         kept = f" (the files of the {number - 1} before it stay)" if written and number > 1 else ""
-        raise UserError(f"job {number} of {len(jobs)}, {jobs[number - 1].out.name}: {error}{kept}") from error
+        name = printable(jobs[number - 1].out.name)
+        raise UserError(f"job {number} of {len(jobs)}, {name}: {error}{kept}") from error
 
 
 def _read(path: Path) -> list[Any]:
@@ -121,12 +122,19 @@ def _numbered(path: Path, i: int) -> Path:
 def _require_own_files(jobs: Sequence[argparse.Namespace]) -> None:
     from .outputs import names
 
-    taken: dict[Path, int] = {}
+    taken: dict[str, int] = {}
     for number, job in enumerate(jobs, 1):
-        for path in [
-            *names(job.out, max(1, min(job.batch, MAX_BATCH))),
-            *([job.save_latent] if job.save_latent else []),
-        ]:
-            other = taken.setdefault(Path(os.path.realpath(path)), number)
+        written = dict.fromkeys(names(job.out, max(1, min(job.batch, MAX_BATCH))), "an --out")
+        if job.save_latent:
+            written[job.save_latent] = "a --save-latent"
+        for path, flag in written.items():
+            other = taken.setdefault(_real(path), number)
             if other != number:
-                raise UserError(f"jobs {other} and {number} both write {str(path)!r}; give each an --out of its own")
+                raise UserError(f"jobs {other} and {number} both write {str(path)!r}; give each {flag} of its own")
+
+
+def _real(path: Path) -> str:
+    try:
+        return os.path.realpath(path)
+    except ValueError:  # no name that a file can have, which `check_outputs` refuses
+        return str(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
@@ -78,8 +79,9 @@ def check_writable(path: Path) -> None:
     try:
         if not path.parent.is_dir():
             raise UserError(f"the folder {str(path.parent)!r} does not exist; make it first, or write elsewhere")
-        if path.exists() and not path.is_file():  # a folder, or a device that moving would replace
-            raise UserError(f"{str(path)!r} is not a file; expected the name of the file to write")
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(path.stat().st_mode):  # a folder, or a device that moving would replace
+                raise UserError(f"{str(path)!r} is not a file; expected the name of the file to write")
         if not os.access(path.parent, os.W_OK):
             raise UserError(f"the folder {str(path.parent)!r} cannot be written to; write elsewhere")
     except UserError:

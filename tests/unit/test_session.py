@@ -114,6 +114,19 @@ BAD = {
     "no prompt": ('[{"out": "a.png"}]', "job 1: --prompt is missing"),
     "no out": ('[{"prompt": "x"}]', "job 1: --out is missing"),
     "same file": ('[{"prompt": "x", "out": "a.png"}, {"prompt": "y", "out": "./a.png"}]', "jobs 1 and 2 both write"),
+    "same latent": (
+        '[{"prompt": "x", "out": "a.png", "save-latent": "l"}, {"prompt": "y", "out": "b.png", "save-latent": "l"}]',
+        "jobs 1 and 2 both write 'l'; give each a --save-latent of its own",
+    ),
+    "null character": (r'[{"prompt": "x", "out": "a\u0000.png"}]', r"'a\x00.png' cannot be written"),
+    "lone surrogate": (
+        r'[{"prompt": "x", "out": "a.png"}, {"prompt": "x", "out": "a\ud800.png"}]',
+        r"job 2 of 2, 'a\ud800.png': 'a\ud800.png' cannot be written",
+    ),
+    "null character in a latent's name": (
+        r'[{"prompt": "x", "out": "a.png", "save-latent": "\u0000.safetensors"}]',
+        r"'\x00.safetensors' cannot be written",
+    ),
     "batch into another": (
         '[{"prompt": "x", "out": "a.png", "batch": 2}, {"prompt": "y", "out": "a-2.png"}]',
         "jobs 1 and 2 both write",
