@@ -8,7 +8,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,6 +20,7 @@ from .errors import UserError
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 LONGEST_LINE = 700
+SAME_INTERRUPT = 1.0  # seconds; Ctrl-C again within them is the same wish
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,19 +32,12 @@ class Parser(argparse.ArgumentParser):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns its exit code. Nothing a user can cause ends in a traceback."""
-    interrupted: list[bool] = []
+    interrupted: list[float] = []
     chosen = argparse.Namespace()
-
-    def stop(*_: object) -> NoReturn:
-        interrupted.append(True)  # libraries swallow the exception, or turn it into one of theirs
-        raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGINT)
     try:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, stop)
-        chosen = build_parser().parse_args(argv)
-        return chosen.run(chosen)
+        with _interruptible(interrupted):
+            chosen = build_parser().parse_args(argv)
+            return chosen.run(chosen)
     except (KeyboardInterrupt, Exception) as error:
         if interrupted or isinstance(error, KeyboardInterrupt):
             done = getattr(chosen, "done", 0)
@@ -52,9 +47,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         if message is None:
             raise
         return _end(message, EXIT_USER_ERROR)
+
+
+@contextmanager
+def _interruptible(interrupted: list[float]) -> Iterator[None]:
+    """Have Ctrl-C interrupt, and note when: libraries swallow the exception, or turn it into one of theirs."""
+
+    def stop(*_: object) -> None:
+        if interrupted and time.monotonic() - interrupted[-1] < SAME_INTERRUPT:
+            return  # what cleans up must come to its end
+        interrupted.append(time.monotonic())
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
     finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before)
 
 
 def _explain(error: Exception) -> str | None:
@@ -229,8 +241,6 @@ def run_plan(a: argparse.Namespace) -> int:
 def run_inspect(a: argparse.Namespace) -> int:
     from .checkpoint.report import describe
 
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may not fit the terminal's encoding
     print(describe(a.path), flush=True)
     return 0
 
