@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .config import MAX_REFERENCES
 from .errors import UserError
@@ -216,17 +217,18 @@ def request_of(a: argparse.Namespace) -> Request:
     )
 
 
-def opened_request(a: argparse.Namespace) -> Request:
-    """What the arguments ask for, with their pictures opened."""
+def opened_request(a: argparse.Namespace, opened: Callable[[Path], Any] | None = None) -> Request:
+    """What the arguments ask for, with their pictures as `opened` gives them: whole, unless something else is given."""
     from .images import open_image
     from .prompt import check_count
 
+    opened = opened or open_image
     check_count(len(a.image))
     return replace(
         request_of(a),
-        references=tuple(open_image(path) for path in a.image),
-        init_image=open_image(a.init_image) if a.init_image else None,
-        mask=open_image(a.mask) if a.mask else None,
+        references=tuple(opened(path) for path in a.image),
+        init_image=opened(a.init_image) if a.init_image else None,
+        mask=opened(a.mask) if a.mask else None,
     )
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NoReturn
 
 from . import arguments, mini
-from .config import MAX_BATCH
 from .errors import UserError
 
 EXIT_USER_ERROR = 2
@@ -133,7 +132,7 @@ def run_generate(a: argparse.Namespace) -> int:
     inputs = [path for job in jobs for path in arguments.inputs_of(job)]
     for number, job in enumerate(jobs, 1):
         with session.naming(number, jobs):
-            outputs.check_outputs(job.out, job.save_latent, max(1, min(job.batch, MAX_BATCH)), inputs)
+            outputs.check_outputs(job.out, job.save_latent, job.batch, inputs)
     device = outputs.pick_device(a.device)
     with session.naming(1, jobs):
         first = arguments.opened_request(jobs[0])

@@ -94,7 +94,7 @@ class Pipeline:
         watch = watch or Watch()
         plan = make_plan(request, self.files)
         watch.on_stage("checking the files")
-        self.files.check(encodes=bool(plan.references) or request.init_image is not None)
+        self.files.check(encodes=request.encodes)
         for warning in self.warnings(plan):
             watch.on_warning(warning)
         prompts, negative = self._encode_prompts(plan, watch)

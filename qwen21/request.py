@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from PIL import Image
 
@@ -11,7 +11,7 @@ from .checkpoint.load import ModelFiles
 from .config import LATENT_PIXELS, MAX_BATCH
 from .errors import UserError
 from .mini import size_warning
-from .prompt import Reference, canvas_size, prepare_references
+from .prompt import Reference, canvas_size, check_count, prepare_references, reference_size
 from .sampler import GuidanceRange, guidance, guides, noise_seed
 from .schedule import Schedule, custom_sigmas, make_schedule
 
@@ -51,6 +51,11 @@ class Request:
     def prompt_list(self) -> list[str]:
         return [self.prompts] * self.batch if isinstance(self.prompts, str) else list(self.prompts)
 
+    @property
+    def encodes(self) -> bool:
+        """Whether pictures go into the VAE."""
+        return bool(self.references) or self.init_image is not None
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -76,21 +81,27 @@ class Plan:
 
 def make_plan(request: Request, files: ModelFiles) -> Plan:
     """Check a request and decide sizes, schedule, guidance and noise. Loads nothing."""
+    decided = decide(request, files)
+    return replace(decided, references=tuple(prepare_references(request.references, request.resolution)))
+
+
+def decide(request: Request, files: ModelFiles) -> Plan:
+    """The plan but for its references. Of the request's pictures only `size` is asked, so none has to be read."""
     warnings: list[str] = []
     _check_request(request)
-    references = tuple(prepare_references(request.references, request.resolution))
     size = _canvas(request, warnings)
     schedule = _schedule(request, files, size[0] * size[1] // LATENT_PIXELS**2)
     warnings += schedule.warnings
-    if warning := size_warning(files.dit.checkpoint.path, size, [each.image.size for each in references]):
+    resized = [reference_size(*picture.size, request.resolution) for picture in request.references]
+    if warning := size_warning(files.dit.checkpoint.path, size, resized):
         warnings.append(warning)
     cfg = guidance(schedule.steps, request.cfg, request.cfg_ranges)
     if any(guides(value) for value in cfg) and request.negative is None:
         warnings.append("CFG above 1 is without effect: there is no negative prompt (give --negative, '' will do)")
     if request.negative is not None and not any(guides(value) for value in cfg):
         warnings.append("the negative prompt is unused: it needs a CFG above 1")
-    seed = noise_seed(request.seed, len(references), request.edit_noise)
-    return Plan(request, references, size, schedule, tuple(cfg), seed, tuple(warnings))
+    seed = noise_seed(request.seed, len(resized), request.edit_noise)
+    return Plan(request, (), size, schedule, tuple(cfg), seed, tuple(warnings))
 
 
 def _check_request(request: Request) -> None:
@@ -104,6 +115,7 @@ def _check_request(request: Request) -> None:
         if not math.isfinite(cfg):
             raise UserError(f"CFG is {cfg}, expected a finite number such as 4.0")
     require_seed(request.seed)
+    check_count(len(request.references))
     if request.mask is not None and request.init_image is None:
         raise UserError("a mask says which part of a picture may change; give that picture with --init-image")
     if request.denoise != 1 and request.init_image is None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from .checked import printable, short
-from .config import MAX_BATCH
 from .errors import UserError
 
 MAX_JOBS = 10_000
@@ -107,16 +106,13 @@ def _word(value: Any) -> str:
 
 
 def _repeated(job: argparse.Namespace, i: int) -> argparse.Namespace:
+    from .outputs import numbered
     from .request import SEEDS, require_seed
 
     require_seed(job.seed)  # the one that was given: moved ones come round
-    latent = job.save_latent and _numbered(job.save_latent, i)
-    changes = {"seed": (job.seed + i) % SEEDS, "out": _numbered(job.out, i), "save_latent": latent}
+    latent = job.save_latent and numbered(job.save_latent, i + 1)
+    changes = {"seed": (job.seed + i) % SEEDS, "out": numbered(job.out, i + 1), "save_latent": latent}
     return argparse.Namespace(**(vars(job) | changes))
-
-
-def _numbered(path: Path, i: int) -> Path:
-    return path.with_name(f"{path.stem}-{i + 1}{path.suffix}")
 
 
 def _require_own_files(jobs: Sequence[argparse.Namespace]) -> None:
@@ -124,7 +120,7 @@ def _require_own_files(jobs: Sequence[argparse.Namespace]) -> None:
 
     taken: dict[str, int] = {}
     for number, job in enumerate(jobs, 1):
-        written = dict.fromkeys(names(job.out, max(1, min(job.batch, MAX_BATCH))), "an --out")
+        written = dict.fromkeys(names(job.out, job.batch), "an --out")
         if job.save_latent:
             written[job.save_latent] = "a --save-latent"
         for path, flag in written.items():
