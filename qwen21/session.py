@@ -90,12 +90,11 @@ def _parsed(flag: str, name: str, value: Any, parse: Parse) -> Any:
     """A JSON value as the command line reads it; null is what the flag is without being given, [] nothing."""
     if value is None:
         return getattr(parse([]), name)
-    if isinstance(value, list):
-        if not isinstance(getattr(parse([]), name), list):
-            raise UserError(f"got {short(value)}, expected one value")
-        words = [f"--{flag}", *map(_word, value)] if value else []
-    else:
-        words = [f"--{flag}={_word(value)}"]  # in one, for a value may begin with a dash
+    several = isinstance(value, list)
+    if several and not isinstance(getattr(parse([]), name), list):
+        raise UserError(f"got {short(value)}, expected one value")
+    # In one word each, for a value may begin with a dash.
+    words = [f"--{flag}={_word(each)}" for each in (value if several else [value])]
     return getattr(parse(words), name)
 
 

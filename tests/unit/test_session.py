@@ -152,6 +152,8 @@ def test_values_that_begin_with_a_dash_and_flags_taken_back(generate):
     assert code == 0, lines
     manifests = [json.loads(Image.open(name).text["qwen21"]) for name in ("a.png", "b.png")]
     assert [(m["prompt"], m["seed"], len(m["references"])) for m in manifests] == [("-x", 4, 0), ("--y z", 0, 1)]
+    Image.new("RGB", (32, 32)).save("-z.png")
+    assert generate(jobs=[{"prompt": "x", "out": "a.png", "image": ["ref.png", "-z.png"]}])[0] == 0
 
 
 def test_a_job_that_fails_is_named_and_what_came_before_stays(generate, monkeypatch):
