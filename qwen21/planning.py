@@ -18,6 +18,7 @@ from .config import LATENT_PIXELS
 from .errors import UserError
 from .memory_plan import Job, MemoryPlan, plan_memory
 from .memory_show import describe, draw
+from .prefix.placement import without_effect
 from .prompt import layout_tokens, reference_size
 from .ram import GIB
 from .request import decide
@@ -77,7 +78,8 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
         lays_out=a.prefix_cache == "on",
         beside=sum(lora.checkpoint.nbytes for lora in loras),
     )
-    return made, (*decided.warnings, *(line for lora in loras for line in lora.warnings))
+    told = [*decided.warnings, *(line for lora in loras for line in lora.warnings)]
+    return made, (*told, *without_effect(a.kv_device, gpu=free is not None))
 
 
 @dataclass(frozen=True)

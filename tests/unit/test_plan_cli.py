@@ -85,3 +85,13 @@ def test_what_does_not_fit_and_what_is_not_kept_is_said(plan):
     off = "- store: the prefix cache is off, so no prefix is kept: every step prefills again"
     assert off in plan("--prefix-cache", "off")[1].splitlines()
     assert off not in plan()[1]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes")
+def test_a_place_on_a_gpu_that_is_not_there_is_said(plan, model, capsys):
+    warning = "qwen21: warning: --kv-device gpu is without effect: no GPU computes\n"
+    assert plan("--kv-device", "gpu")[2] == warning
+    assert plan("--kv-device", "gpu", "--free", "24")[2] == ""
+    what = ["--resolution", "32", "--prompt", "x", "--steps", "1", "--out", "o.png", "--kv-device", "gpu"]
+    assert main(["generate", "--model", str(model), *what]) == 0
+    assert capsys.readouterr().err.startswith(warning)
