@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import threading
@@ -25,8 +26,20 @@ SAME_INTERRUPT = 1.0  # seconds; Ctrl-C again within them is the same wish
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """What a command does not know is its own error, which names its help."""
+        found, strange = super().parse_known_args(args, namespace)
+        if strange:
+            words = "" if strange[0].startswith("-") else "; put a value of several words in quotes"
+            self.error(f"unrecognized arguments: {' '.join(strange)}{words}")
+        return found, strange
+
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
+        flag = re.fullmatch(r"argument (--[\w-]+): expected (one|at least one) argument", message)
+        remedy = f"; write a value that begins with a dash as {flag[1]}=-VALUE" if flag else ""
+        raise UserError(f"{message}{remedy}; see {self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -175,8 +188,7 @@ def find_model(a: argparse.Namespace):
     if a.model is not None:
         if given:
             raise UserError(f"got --model and {', '.join(given)}; give a whole folder or single parts, not both")
-        bundled = str(a.model) == mini.NAME and not a.model.exists()
-        return find_folder(mini.WEIGHTS if bundled else a.model, a.tokenizer)
+        return find_folder(mini.located(a.model), a.tokenizer)
     if len(given) < len(parts):
         missing = ", ".join(name for name in parts if name not in given)
         raise UserError(f"no model: give --model FOLDER, or --dit, --encoder and --vae ({missing} not given)")
@@ -240,7 +252,7 @@ def run_plan(a: argparse.Namespace) -> int:
 def run_inspect(a: argparse.Namespace) -> int:
     from .checkpoint.report import describe
 
-    print(describe(a.path), flush=True)
+    print(describe(mini.located(a.path)), flush=True)
     return 0
 
 

@@ -109,6 +109,8 @@ def _check_request(request: Request) -> None:
         raise UserError(f"batch is {request.batch}, expected 1 to {MAX_BATCH}")
     if request.steps is not None and request.steps > MAX_STEPS:
         raise UserError(f"steps is {request.steps}, expected at most {MAX_STEPS}")
+    if request.sigmas is not None and len(request.sigmas) > MAX_STEPS + 1:
+        raise UserError(f"got {len(request.sigmas)} sigmas, expected at most {MAX_STEPS + 1}, for {MAX_STEPS} steps")
     if any(side > MAX_SIDE for side in (*(request.size or ()), request.resolution)):
         raise UserError(f"sizes and resolution are at most {MAX_SIDE} pixels a side; choose smaller ones")
     for cfg in (request.cfg, *(r.cfg for r in request.cfg_ranges)):
