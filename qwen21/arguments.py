@@ -75,7 +75,12 @@ def add_generate(p: argparse.ArgumentParser) -> None:
     )
     picture.add_argument("--canvas", choices=CANVASES, default="last", help="which reference the output size follows")
     picture.add_argument("--batch", metavar="N", type=int, default=1, help="pictures per run")
-    picture.add_argument("--init-image", metavar="F", type=Path, help="start from this picture instead of pure noise")
+    picture.add_argument(
+        "--init-image",
+        metavar="F",
+        type=Path,
+        help="start from this picture instead of pure noise, in its shape unless --size or --image give another",
+    )
     picture.add_argument(
         "--mask", metavar="F", type=Path, help="white where --init-image may change, black where it stays"
     )

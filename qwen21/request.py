@@ -11,7 +11,7 @@ from .checkpoint.load import ModelFiles
 from .config import LATENT_PIXELS, MAX_BATCH
 from .errors import UserError
 from .mini import size_warning
-from .prompt import Reference, canvas_size, check_count, prepare_references, reference_size
+from .prompt import Reference, Size, canvas_size, check_count, prepare_references, reference_size
 from .sampler import GuidanceRange, guidance, guides, noise_seed
 from .schedule import Schedule, custom_sigmas, make_schedule
 
@@ -19,11 +19,13 @@ MAX_STEPS = 1000
 SEEDS = 2**64
 MAX_SIDE = 16384  # pixels
 MIN_DENOISE = 0.001
+BENT = 1.05  # so much the grid of 32 pixels may change a picture's shape, which at usual sizes is less
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to paint. Sizes in pixels; `size` overrides `canvas`, `sigmas` overrides `schedule`.
+    """What to paint. Sizes in pixels; `size` overrides `canvas`, `sigmas` overrides `schedule`. Without `size` and
+    references the output follows the shape of `init_image`.
 
     `prompts` is one prompt, or one per picture of the batch; unequal prompts each give their solo result.
     """
@@ -63,7 +65,7 @@ class Plan:
 
     request: Request
     references: tuple[Reference, ...]
-    size: tuple[int, int]  # (width, height) in pixels
+    size: Size  # in pixels
     schedule: Schedule
     cfg: tuple[float, ...]  # a value per step
     noise_seed: int
@@ -90,6 +92,7 @@ def decide(request: Request, files: ModelFiles) -> Plan:
     warnings: list[str] = []
     _check_request(request)
     size = _canvas(request, warnings)
+    warnings += _stretched(request, size)
     schedule = _schedule(request, files, size[0] * size[1] // LATENT_PIXELS**2)
     warnings += schedule.warnings
     resized = [reference_size(*picture.size, request.resolution) for picture in request.references]
@@ -133,12 +136,34 @@ def require_seed(seed: int) -> None:
         raise UserError(f"seed is {seed}, expected 0 to {SEEDS - 1}")
 
 
-def _canvas(request: Request, warnings: list[str]) -> tuple[int, int]:
-    sizes = [image.size for image in request.references]
+def _canvas(request: Request, warnings: list[str]) -> Size:
+    """(width, height): as asked, or after a reference, or after the picture to start from."""
+    start = [] if request.init_image is None else [request.init_image]
+    sizes = [picture.size for picture in request.references or start]
     canvas = canvas_size(sizes, request.size or request.canvas, request.resolution)
     if canvas.warning:
         warnings.append(canvas.warning)
     return canvas.width, canvas.height
+
+
+def _stretched(request: Request, size: Size) -> list[str]:
+    """A line where the picture to start from loses its shape, and one where its mask does."""
+    start, mask, lines = request.init_image, request.mask, []
+    if start is not None and _differ(start.size, size):
+        lines.append(f"--init-image is stretched from {_by(start.size)} to {_by(size)}; choose a --size of its shape")
+    if mask is not None and _differ(mask.size, start.size):
+        lines.append(f"--mask is stretched from {_by(mask.size)} to {_by(start.size)}, the shape of --init-image")
+    return lines
+
+
+def _differ(size: Size, other: Size) -> bool:
+    """Whether two shapes differ by more than `BENT`."""
+    a, b = size[0] * other[1], size[1] * other[0]
+    return max(a, b) > BENT * min(a, b)
+
+
+def _by(size: Size) -> str:
+    return f"{size[0]}x{size[1]}"
 
 
 def _schedule(request: Request, files: ModelFiles, tokens: int) -> Schedule:

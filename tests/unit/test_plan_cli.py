@@ -95,3 +95,30 @@ def test_a_place_on_a_gpu_that_is_not_there_is_said(plan, model, capsys):
     what = ["--resolution", "32", "--prompt", "x", "--steps", "1", "--out", "o.png", "--kv-device", "gpu"]
     assert main(["generate", "--model", str(model), *what]) == 0
     assert capsys.readouterr().err.startswith(warning)
+
+
+STRETCHED = "qwen21: warning: --init-image is stretched from 200x50 to {}; choose a --size of its shape\n"
+MASK = "qwen21: warning: --mask is stretched from 50x200 to 200x50, the shape of --init-image\n"
+SHAPES = {
+    "its own shape": ([], "256x64", ""),
+    "a size of its shape": (["--size", "128x32"], "128x32", ""),
+    "another size": (["--size", "64x64"], "64x64", STRETCHED.format("64x64")),
+    "a reference's shape": (["--image", "tall.png"], "64x256", STRETCHED.format("64x256")),
+    "a grid that bends": (["--resolution", "32"], "64x32", STRETCHED.format("64x32")),
+    "a mask of its shape": (["--mask", "start.png"], "256x64", ""),
+    "a mask of another shape": (["--mask", "tall.png"], "256x64", MASK),
+}
+
+
+@pytest.mark.parametrize(("arguments", "size", "told"), SHAPES.values(), ids=SHAPES)
+def test_a_picture_to_start_from_keeps_its_shape_or_is_said_not_to(plan, model, capsys, arguments, size, told):
+    Image.new("RGB", (200, 50), "red").save("start.png")
+    Image.new("RGB", (50, 200), "white").save("tall.png")
+    arguments = ["--init-image", "start.png", "--resolution", "128", *arguments]
+    code, out, err = plan(*arguments)
+    assert (code, err) == (0, told) and out.startswith(f"Memory plan: {size} pixels")
+    what = ["--model", str(model), "--prompt", "x", "--steps", "1", "--out", "o.png", *arguments]
+    assert main(["generate", *what]) == 0
+    assert capsys.readouterr().err.startswith(told or "[")
+    with Image.open("o.png") as picture:
+        assert f"{picture.width}x{picture.height}" == size
