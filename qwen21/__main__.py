@@ -1,7 +1,11 @@
 """`python -m qwen21`."""
 
+import signal
 import sys
 
 from .cli import main
+from .streams import prepare
 
+prepare()
+signal.signal(signal.SIGINT, signal.SIG_IGN)  # but for `main`, which ends the process in order
 sys.exit(main())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .config import MAX_REFERENCES
 from .errors import UserError
@@ -74,7 +75,12 @@ def add_generate(p: argparse.ArgumentParser) -> None:
     )
     picture.add_argument("--canvas", choices=CANVASES, default="last", help="which reference the output size follows")
     picture.add_argument("--batch", metavar="N", type=int, default=1, help="pictures per run")
-    picture.add_argument("--init-image", metavar="F", type=Path, help="start from this picture instead of pure noise")
+    picture.add_argument(
+        "--init-image",
+        metavar="F",
+        type=Path,
+        help="start from this picture instead of pure noise, in its shape unless --size or --image give another",
+    )
     picture.add_argument(
         "--mask", metavar="F", type=Path, help="white where --init-image may change, black where it stays"
     )
@@ -216,18 +222,24 @@ def request_of(a: argparse.Namespace) -> Request:
     )
 
 
-def opened_request(a: argparse.Namespace) -> Request:
-    """What the arguments ask for, with their pictures opened."""
+def opened_request(a: argparse.Namespace, opened: Callable[[Path], Any] | None = None) -> Request:
+    """What the arguments ask for, with their pictures as `opened` gives them: whole, unless something else is given."""
     from .images import open_image
     from .prompt import check_count
 
+    opened = opened or open_image
     check_count(len(a.image))
     return replace(
         request_of(a),
-        references=tuple(open_image(path) for path in a.image),
-        init_image=open_image(a.init_image) if a.init_image else None,
-        mask=open_image(a.mask) if a.mask else None,
+        references=tuple(opened(path) for path in a.image),
+        init_image=opened(a.init_image) if a.init_image else None,
+        mask=opened(a.mask) if a.mask else None,
     )
+
+
+def inputs_of(a: argparse.Namespace) -> list[Path]:
+    """Files that the arguments name to be read, but for the model's own."""
+    return [*a.image, *(path for path in (a.init_image, a.mask) if path), *(path for path, _ in a.lora)]
 
 
 def fp8_of(a: argparse.Namespace) -> Fp8 | None:

@@ -4,45 +4,52 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NoReturn
 
 from . import arguments, mini
-from .config import MAX_BATCH
 from .errors import UserError
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 LONGEST_LINE = 700
+SAME_INTERRUPT = 1.0  # seconds; Ctrl-C again within them is the same wish
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """What a command does not know is its own error, which names its help."""
+        found, strange = super().parse_known_args(args, namespace)
+        if strange:
+            words = "" if strange[0].startswith("-") else "; put a value of several words in quotes"
+            self.error(f"unrecognized arguments: {' '.join(strange)}{words}")
+        return found, strange
+
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
+        flag = re.fullmatch(r"argument (--[\w-]+): expected (one|at least one) argument", message)
+        remedy = f"; write a value that begins with a dash as {flag[1]}=-VALUE" if flag else ""
+        raise UserError(f"{message}{remedy}; see {self.prog} --help")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns its exit code. Nothing a user can cause ends in a traceback."""
-    interrupted: list[bool] = []
+    interrupted: list[float] = []
     chosen = argparse.Namespace()
-
-    def stop(*_: object) -> NoReturn:
-        interrupted.append(True)  # libraries swallow the exception, or turn it into one of theirs
-        raise KeyboardInterrupt
-
-    before = signal.getsignal(signal.SIGINT)
     try:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, stop)
-        chosen = build_parser().parse_args(argv)
-        return chosen.run(chosen)
+        with _interruptible(interrupted):
+            chosen = build_parser().parse_args(argv)
+            return chosen.run(chosen)
     except (KeyboardInterrupt, Exception) as error:
         if interrupted or isinstance(error, KeyboardInterrupt):
             done = getattr(chosen, "done", 0)
@@ -52,9 +59,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         if message is None:
             raise
         return _end(message, EXIT_USER_ERROR)
+
+
+@contextmanager
+def _interruptible(interrupted: list[float]) -> Iterator[None]:
+    """Have Ctrl-C interrupt, and note when: libraries swallow the exception, or turn it into one of theirs."""
+
+    def stop(*_: object) -> None:
+        if interrupted and time.monotonic() - interrupted[-1] < SAME_INTERRUPT:
+            return  # what cleans up must come to its end
+        interrupted.append(time.monotonic())
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, stop)
+    try:
+        yield
     finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, before)
 
 
 def _explain(error: Exception) -> str | None:
@@ -118,17 +142,17 @@ def run_generate(a: argparse.Namespace) -> int:
     from .request import make_plan
 
     jobs = session.expand(a, lambda words: build_parser().parse_args(["generate", *words]))
-    inputs = [path for job in jobs for path in (*job.image, job.init_image, job.mask) if path]
+    inputs = [path for job in jobs for path in arguments.inputs_of(job)]
     for number, job in enumerate(jobs, 1):
         with session.naming(number, jobs):
-            outputs.check_outputs(job.out, job.save_latent, max(1, min(job.batch, MAX_BATCH)), inputs)
+            outputs.check_outputs(job.out, job.save_latent, job.batch, inputs)
     device = outputs.pick_device(a.device)
     with session.naming(1, jobs):
         first = arguments.opened_request(jobs[0])
     files = find_model(a)
     for number, job in enumerate(jobs, 1):
         with session.naming(number, jobs):
-            outputs.check_outputs(job.out, job.save_latent, 1, [*files.paths, *(path for path, _ in a.lora)])
+            outputs.check_outputs(job.out, job.save_latent, 1, files.paths)
             # Every job, before the first is painted: this refuses what cannot be done.
             make_plan(arguments.opened_request(job) if number > 1 else first, files)
     fp8 = arguments.fp8_of(a)
@@ -164,8 +188,7 @@ def find_model(a: argparse.Namespace):
     if a.model is not None:
         if given:
             raise UserError(f"got --model and {', '.join(given)}; give a whole folder or single parts, not both")
-        bundled = str(a.model) == mini.NAME and not a.model.exists()
-        return find_folder(mini.WEIGHTS if bundled else a.model, a.tokenizer)
+        return find_folder(mini.located(a.model), a.tokenizer)
     if len(given) < len(parts):
         missing = ", ".join(name for name in parts if name not in given)
         raise UserError(f"no model: give --model FOLDER, or --dit, --encoder and --vae ({missing} not given)")
@@ -229,9 +252,7 @@ def run_plan(a: argparse.Namespace) -> int:
 def run_inspect(a: argparse.Namespace) -> int:
     from .checkpoint.report import describe
 
-    if hasattr(sys.stdout, "reconfigure"):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a file's name may not fit the terminal's encoding
-    print(describe(a.path), flush=True)
+    print(describe(mini.located(a.path)), flush=True)
     return 0
 
 

@@ -30,7 +30,8 @@ class Job:
 
     grid: (height, width) of the target in latent cells. prefixes: one per branch, positive first. pictures: (width,
     height) in pixels of those that go through the VAE. patches: of each reference, for the vision tower. tokens: of
-    the longest input of the text encoder. shared: whether branches share the units that they begin with.
+    the longest input of the text encoder. shared: whether the prefix cache is on, so that branches share the units that
+    they begin with.
     """
 
     grid: tuple[int, int]

@@ -38,7 +38,8 @@ def _head(plan: MemoryPlan) -> list[str]:
         f"computed in {dtype}",
     ]
     where = f"{size(plan.free)} free on the GPU, {size(plan.ram)} of RAM" if plan.gpu else f"{size(plan.free)} of RAM"
-    return [f"Memory plan: {', '.join(title)}", f"Available: {where}"]
+    verdict = [] if plan.choice.fits else ["This run does not fit: the choices below say what takes too much"]
+    return [f"Memory plan: {', '.join(title)}", f"Available: {where}", *verdict]
 
 
 def _prefix_table(plan: MemoryPlan) -> list[str]:
@@ -97,7 +98,9 @@ def _words(plan: MemoryPlan) -> list[str]:
         more = size(plan.laid_out)
         lines.append(f"steps: the prefix is laid out once for all of them, with room for the target's K/V, {more} more")
     kept, budget = plan.needs.prefix[choice.codec], memory.store_budget()
-    if kept > budget:
+    if not plan.job.shared:
+        lines.append("store: the prefix cache is off, so no prefix is kept: every step prefills again")
+    elif kept > budget:
         lines.append(f"store: the prefix is larger than its budget of {size(budget)}, so the next run cannot reuse all")
     return ["Choices", *(f"- {line}" for line in lines)]
 

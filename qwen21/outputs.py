@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import save
 
 from .checkpoint.packing import DTYPES
+from .config import MAX_BATCH
 from .errors import UserError
 from .images import png_bytes
 from .writing import check_writable, write_together
@@ -39,10 +40,15 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def names(out: Path, pictures: int) -> list[Path]:
-    """FILE.png for one picture, FILE-1.png to FILE-N.png for more."""
-    if pictures == 1:
+    """FILE.png for one picture, FILE-1.png to FILE-N.png for more; of what no batch can be, as for the nearest."""
+    if pictures <= 1:
         return [out]
-    return [out.with_name(f"{out.stem}-{i}{out.suffix}") for i in range(1, pictures + 1)]
+    return [numbered(out, i) for i in range(1, min(pictures, MAX_BATCH) + 1)]
+
+
+def numbered(path: Path, i: int) -> Path:
+    """FILE-i.png of FILE.png."""
+    return path.parent / f"{path.stem}-{i}{path.suffix}"
 
 
 def write(results: Mapping[Path, Result], latent: Path | None = None) -> list[Path]:
@@ -67,11 +73,10 @@ def latent_bytes(latents: torch.Tensor) -> bytes:
     return save({"latent": latents.float().cpu().contiguous()}, metadata={"space": "normalised"})
 
 
-def check_outputs(out: Path, latent: Path | None, pictures: int, inputs: Sequence[Path]) -> None:
+def check_outputs(out: Path | None, latent: Path | None, pictures: int, inputs: Sequence[Path]) -> None:
     """Refuse, before any work is done, outputs that cannot be written or that would destroy an input."""
-    for path, suffix in [*((name, ".png") for name in names(out, pictures)), (latent, ".safetensors")]:
-        if path is None:
-            continue
+    paths = dict.fromkeys(names(out, pictures) if out else [], ".png") | ({latent: ".safetensors"} if latent else {})
+    for path, suffix in paths.items():
         if path.suffix.lower() != suffix:
             raise UserError(f"{str(path)!r}: the output's name must end in {suffix}")
         check_writable(path)

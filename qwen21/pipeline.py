@@ -30,7 +30,7 @@ from .fused import fuse
 from .kernels import EAGER, Kernels
 from .manifest import build_manifest
 from .prefix import ModelIdentity, Placement, Store, Unit, text_origin
-from .prefix.placement import RAM
+from .prefix.placement import RAM, without_effect
 from .prompt import layout_tokens
 from .request import Plan, Request, make_plan
 from .sampler import Start, draw_noise, sample
@@ -94,7 +94,7 @@ class Pipeline:
         watch = watch or Watch()
         plan = make_plan(request, self.files)
         watch.on_stage("checking the files")
-        self.files.check(encodes=bool(plan.references) or request.init_image is not None)
+        self.files.check(encodes=request.encodes)
         for warning in self.warnings(plan):
             watch.on_warning(warning)
         prompts, negative = self._encode_prompts(plan, watch)
@@ -274,8 +274,9 @@ class Pipeline:
         return f"{checkpoint.fingerprint} {stamps} {self._vae_dtype if name == 'vae' else self.dtype} {self.fp8}"
 
     def warnings(self, plan: Plan) -> list[str]:
-        """What of a plan or of the LoRAs was not as asked."""
-        return [*plan.warnings, *(line for lora, _ in self.loras for line in lora.warnings)]
+        """What of a plan, of the LoRAs or of the prefix's place was not as asked."""
+        place = without_effect(self.kv_device, self.device.type != "cpu")
+        return [*plan.warnings, *(line for lora, _ in self.loras for line in lora.warnings), *place]
 
     def identity(self, codec: str) -> ModelIdentity:
         """What the K and V of this pipeline's prefixes depend on besides their inputs."""

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from PIL import Image
 
 from . import images, memory, outputs
-from .arguments import fp8_of, request_of
-from .checkpoint.files import open_checkpoint
+from .arguments import fp8_of, inputs_of, opened_request
 from .checkpoint.load import ModelFiles, check_keep
+from .checkpoint.lora import find_lora
 from .config import LATENT_PIXELS
 from .errors import UserError
 from .memory_plan import Job, MemoryPlan, plan_memory
 from .memory_show import describe, draw
-from .prompt import canvas_size, check_count, layout_tokens, reference_size
+from .prefix.placement import without_effect
+from .prompt import layout_tokens, reference_size
 from .ram import GIB
-from .request import Plan, make_plan
+from .request import decide
 from .tokenizer import load_tokenizer
 
 SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
@@ -29,8 +30,9 @@ ORIENTATION = 0x0112
 
 def run(a: argparse.Namespace, files: ModelFiles) -> int:
     """Print the plan, and write its picture where one is asked for."""
-    if a.picture:
-        outputs.check_outputs(a.picture, None, 1, [*a.image, *files.paths])
+    inputs = [*inputs_of(a), *files.paths]
+    outputs.check_outputs(a.out, a.save_latent, a.batch, inputs)
+    outputs.check_outputs(a.picture, None, 1, inputs)
     made, warnings = plan_of(a, files)
     for warning in warnings:
         print(f"qwen21: warning: {warning}", file=sys.stderr)
@@ -44,21 +46,18 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
     """The plan of a run with these arguments, and what a run would warn of."""
     if a.session is not None or a.repeat != 1:
         raise UserError("a plan is of one run; leave --session and --repeat out, and give one job's flags")
-    check_count(len(a.image))
     free = _free_bytes(a)
     dtype = outputs.pick_dtype(a.dtype, torch.device("cpu" if free is None else "cuda"))
-    originals = [picture_size(path) for path in a.image]
-    canvas = canvas_size(originals, a.size or a.canvas, a.resolution)
-    checked = _checked(a, (canvas.width, canvas.height), files)
-    files.check(encodes=bool(originals) or a.init_image is not None)
-    references = [reference_size(*original, a.resolution) for original in originals]
+    decided = decide(opened_request(a, Unread.of), files)
+    files.check(encodes=decided.request.encodes)
+    references = [reference_size(*picture.size, a.resolution) for picture in decided.request.references]
     tokenizer = load_tokenizer(files.tokenizer)
     grids = [(1, height // LATENT_PIXELS, width // LATENT_PIXELS) for width, height in references]
-    prompts = [a.prompt or "", *([a.negative] if checked.guided else [])]
+    prompts = [a.prompt or "", *([a.negative] if decided.guided else [])]
     job = Job.of(
         [layout_tokens(prompt, tokenizer, grids) for prompt in prompts],
         references,
-        checked.size,
+        decided.size,
         a.batch,
         start=a.init_image is not None,
         shared=a.prefix_cache == "on",
@@ -66,6 +65,7 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
     fp8 = fp8_of(a)
     if fp8:
         check_keep(fp8, (files.dit, files.encoder))
+    loras = [find_lora(path, files.dit.config) for path, _ in a.lora]
     made = plan_memory(
         {"dit": files.dit, "encoder": files.encoder, "vae": files.vae},
         job,
@@ -77,14 +77,21 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
         fp8=fp8,
         lays_out=a.prefix_cache == "on",
         fused=free is not None,
-        beside=sum(open_checkpoint(path).nbytes for path, _ in a.lora),
+        beside=sum(lora.checkpoint.nbytes for lora in loras),
     )
-    return made, (*([canvas.warning] if canvas.warning else []), *checked.warnings)
+    told = [*decided.warnings, *(line for lora in loras for line in lora.warnings)]
+    return made, (*told, *without_effect(a.kv_device, gpu=free is not None))
 
 
-def _checked(a: argparse.Namespace, size: tuple[int, int], files: ModelFiles) -> Plan:
-    """The arguments checked as a run checks them, but for the pictures' pixels, which are not read."""
-    return make_plan(replace(request_of(a), size=size, denoise=1.0), files)
+@dataclass(frozen=True)
+class Unread:
+    """A picture of which the header alone was read."""
+
+    size: tuple[int, int]
+
+    @classmethod
+    def of(cls, path: Path) -> Unread:
+        return cls(picture_size(path))
 
 
 def _free_bytes(a: argparse.Namespace) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from PIL import Image
 
@@ -11,7 +11,15 @@ from .checkpoint.load import ModelFiles
 from .config import LATENT_PIXELS, MAX_BATCH
 from .errors import UserError
 from .mini import size_warning
-from .prompt import Reference, canvas_size, placeholder_warnings, prepare_references
+from .prompt import (
+    Reference,
+    Size,
+    canvas_size,
+    check_count,
+    placeholder_warnings,
+    prepare_references,
+    reference_size,
+)
 from .sampler import GuidanceRange, guidance, guides, noise_seed
 from .schedule import Schedule, custom_sigmas, make_schedule
 
@@ -19,11 +27,13 @@ MAX_STEPS = 1000
 SEEDS = 2**64
 MAX_SIDE = 16384  # pixels
 MIN_DENOISE = 0.001
+BENT = 1.05  # so much the grid of 32 pixels may change a picture's shape, which at usual sizes is less
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to paint. Sizes in pixels; `size` overrides `canvas`, `sigmas` overrides `schedule`.
+    """What to paint. Sizes in pixels; `size` overrides `canvas`, `sigmas` overrides `schedule`. Without `size` and
+    references the output follows the shape of `init_image`.
 
     `prompts` is one prompt, or one per picture of the batch; unequal prompts each give their solo result.
     """
@@ -51,6 +61,11 @@ class Request:
     def prompt_list(self) -> list[str]:
         return [self.prompts] * self.batch if isinstance(self.prompts, str) else list(self.prompts)
 
+    @property
+    def encodes(self) -> bool:
+        """Whether pictures go into the VAE."""
+        return bool(self.references) or self.init_image is not None
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -58,7 +73,7 @@ class Plan:
 
     request: Request
     references: tuple[Reference, ...]
-    size: tuple[int, int]  # (width, height) in pixels
+    size: Size  # in pixels
     schedule: Schedule
     cfg: tuple[float, ...]  # a value per step
     noise_seed: int
@@ -76,22 +91,29 @@ class Plan:
 
 def make_plan(request: Request, files: ModelFiles) -> Plan:
     """Check a request and decide sizes, schedule, guidance and noise. Loads nothing."""
+    decided = decide(request, files)
+    return replace(decided, references=tuple(prepare_references(request.references, request.resolution)))
+
+
+def decide(request: Request, files: ModelFiles) -> Plan:
+    """The plan but for its references. Of the request's pictures only `size` is asked, so none has to be read."""
     warnings: list[str] = []
     _check_request(request)
-    references = tuple(prepare_references(request.references, request.resolution))
     size = _canvas(request, warnings)
+    warnings += _stretched(request, size)
     schedule = _schedule(request, files, size[0] * size[1] // LATENT_PIXELS**2)
     warnings += schedule.warnings
-    warnings += placeholder_warnings(request.prompt_list, len(references))
-    if warning := size_warning(files.dit.checkpoint.path, size, [each.image.size for each in references]):
+    resized = [reference_size(*picture.size, request.resolution) for picture in request.references]
+    warnings += placeholder_warnings(request.prompt_list, len(resized))
+    if warning := size_warning(files.dit.checkpoint.path, size, resized):
         warnings.append(warning)
     cfg = guidance(schedule.steps, request.cfg, request.cfg_ranges)
     if any(guides(value) for value in cfg) and request.negative is None:
         warnings.append("CFG above 1 is without effect: there is no negative prompt (give --negative, '' will do)")
     if request.negative is not None and not any(guides(value) for value in cfg):
         warnings.append("the negative prompt is unused: it needs a CFG above 1")
-    seed = noise_seed(request.seed, len(references), request.edit_noise)
-    return Plan(request, references, size, schedule, tuple(cfg), seed, tuple(warnings))
+    seed = noise_seed(request.seed, len(resized), request.edit_noise)
+    return Plan(request, (), size, schedule, tuple(cfg), seed, tuple(warnings))
 
 
 def _check_request(request: Request) -> None:
@@ -99,12 +121,15 @@ def _check_request(request: Request) -> None:
         raise UserError(f"batch is {request.batch}, expected 1 to {MAX_BATCH}")
     if request.steps is not None and request.steps > MAX_STEPS:
         raise UserError(f"steps is {request.steps}, expected at most {MAX_STEPS}")
+    if request.sigmas is not None and len(request.sigmas) > MAX_STEPS + 1:
+        raise UserError(f"got {len(request.sigmas)} sigmas, expected at most {MAX_STEPS + 1}, for {MAX_STEPS} steps")
     if any(side > MAX_SIDE for side in (*(request.size or ()), request.resolution)):
         raise UserError(f"sizes and resolution are at most {MAX_SIDE} pixels a side; choose smaller ones")
     for cfg in (request.cfg, *(r.cfg for r in request.cfg_ranges)):
         if not math.isfinite(cfg):
             raise UserError(f"CFG is {cfg}, expected a finite number such as 4.0")
     require_seed(request.seed)
+    check_count(len(request.references))
     if request.mask is not None and request.init_image is None:
         raise UserError("a mask says which part of a picture may change; give that picture with --init-image")
     if request.denoise != 1 and request.init_image is None:
@@ -120,12 +145,34 @@ def require_seed(seed: int) -> None:
         raise UserError(f"seed is {seed}, expected 0 to {SEEDS - 1}")
 
 
-def _canvas(request: Request, warnings: list[str]) -> tuple[int, int]:
-    sizes = [image.size for image in request.references]
+def _canvas(request: Request, warnings: list[str]) -> Size:
+    """(width, height): as asked, or after a reference, or after the picture to start from."""
+    start = [] if request.init_image is None else [request.init_image]
+    sizes = [picture.size for picture in request.references or start]
     canvas = canvas_size(sizes, request.size or request.canvas, request.resolution)
     if canvas.warning:
         warnings.append(canvas.warning)
     return canvas.width, canvas.height
+
+
+def _stretched(request: Request, size: Size) -> list[str]:
+    """A line where the picture to start from loses its shape, and one where its mask does."""
+    start, mask, lines = request.init_image, request.mask, []
+    if start is not None and _differ(start.size, size):
+        lines.append(f"--init-image is stretched from {_by(start.size)} to {_by(size)}; choose a --size of its shape")
+    if mask is not None and _differ(mask.size, start.size):
+        lines.append(f"--mask is stretched from {_by(mask.size)} to {_by(start.size)}, the shape of --init-image")
+    return lines
+
+
+def _differ(size: Size, other: Size) -> bool:
+    """Whether two shapes differ by more than `BENT`."""
+    a, b = size[0] * other[1], size[1] * other[0]
+    return max(a, b) > BENT * min(a, b)
+
+
+def _by(size: Size) -> str:
+    return f"{size[0]}x{size[1]}"
 
 
 def _schedule(request: Request, files: ModelFiles, tokens: int) -> Schedule:

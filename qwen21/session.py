@@ -10,8 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .checked import short
-from .config import MAX_BATCH
+from .checked import printable, short
 from .errors import UserError
 
 MAX_JOBS = 10_000
@@ -53,7 +52,8 @@ def naming(number: int, jobs: Sequence[argparse.Namespace], written: bool = Fals
         if len(jobs) == 1:
             raise
         kept = f" (the files of the {number - 1} before it stay)" if written and number > 1 else ""
-        raise UserError(f"job {number} of {len(jobs)}, {jobs[number - 1].out.name}: {error}{kept}") from error
+        name = printable(jobs[number - 1].out.name)
+        raise UserError(f"job {number} of {len(jobs)}, {name}: {error}{kept}") from error
 
 
 def _read(path: Path) -> list[Any]:
@@ -90,12 +90,11 @@ def _parsed(flag: str, name: str, value: Any, parse: Parse) -> Any:
     """A JSON value as the command line reads it; null is what the flag is without being given, [] nothing."""
     if value is None:
         return getattr(parse([]), name)
-    if isinstance(value, list):
-        if not isinstance(getattr(parse([]), name), list):
-            raise UserError(f"got {short(value)}, expected one value")
-        words = [f"--{flag}", *map(_word, value)] if value else []
-    else:
-        words = [f"--{flag}={_word(value)}"]  # in one, for a value may begin with a dash
+    several = isinstance(value, list)
+    if several and not isinstance(getattr(parse([]), name), list):
+        raise UserError(f"got {short(value)}, expected one value")
+    # In one word each, for a value may begin with a dash.
+    words = [f"--{flag}={_word(each)}" for each in (value if several else [value])]
     return getattr(parse(words), name)
 
 
@@ -106,27 +105,31 @@ def _word(value: Any) -> str:
 
 
 def _repeated(job: argparse.Namespace, i: int) -> argparse.Namespace:
+    from .outputs import numbered
     from .request import SEEDS, require_seed
 
     require_seed(job.seed)  # the one that was given: moved ones come round
-    latent = job.save_latent and _numbered(job.save_latent, i)
-    changes = {"seed": (job.seed + i) % SEEDS, "out": _numbered(job.out, i), "save_latent": latent}
+    latent = job.save_latent and numbered(job.save_latent, i + 1)
+    changes = {"seed": (job.seed + i) % SEEDS, "out": numbered(job.out, i + 1), "save_latent": latent}
     return argparse.Namespace(**(vars(job) | changes))
-
-
-def _numbered(path: Path, i: int) -> Path:
-    return path.with_name(f"{path.stem}-{i + 1}{path.suffix}")
 
 
 def _require_own_files(jobs: Sequence[argparse.Namespace]) -> None:
     from .outputs import names
 
-    taken: dict[Path, int] = {}
+    taken: dict[str, int] = {}
     for number, job in enumerate(jobs, 1):
-        for path in [
-            *names(job.out, max(1, min(job.batch, MAX_BATCH))),
-            *([job.save_latent] if job.save_latent else []),
-        ]:
-            other = taken.setdefault(Path(os.path.realpath(path)), number)
+        written = dict.fromkeys(names(job.out, job.batch), "an --out")
+        if job.save_latent:
+            written[job.save_latent] = "a --save-latent"
+        for path, flag in written.items():
+            other = taken.setdefault(_real(path), number)
             if other != number:
-                raise UserError(f"jobs {other} and {number} both write {str(path)!r}; give each an --out of its own")
+                raise UserError(f"jobs {other} and {number} both write {str(path)!r}; give each {flag} of its own")
+
+
+def _real(path: Path) -> str:
+    try:
+        return os.path.realpath(path)
+    except ValueError:  # no name that a file can have, which `check_outputs` refuses
+        return str(path)

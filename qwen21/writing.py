@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import stat
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -37,12 +38,40 @@ def write_together(contents: Mapping[Path, bytes | Callable[[BinaryIO], None]]) 
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{str(path)!r} cannot be written ({reason}); write elsewhere") from error
+        raise _unwritable(path, error) from error
     finally:
         for leftover in (*parts.values(), *new):
             with suppress(OSError, ValueError):
                 leftover.unlink(missing_ok=True)
+
+
+def write_new(paths: Iterable[Path], content: bytes) -> Path:
+    """Write a file, whole or not at all, at the first of these paths where nothing is yet; returns that path.
+
+    An empty file takes the place first, so that of two who write at once each gets a path of its own.
+    """
+    path = next(path for path in paths if _take(path))
+    try:
+        write_together({path: content})
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
+    return path
+
+
+def _take(path: Path) -> bool:
+    try:
+        path.touch(exist_ok=False)
+        return True
+    except FileExistsError:
+        return False
+    except (OSError, ValueError) as error:
+        raise _unwritable(path, error) from error
+
+
+def _unwritable(path: Path, error: OSError | ValueError) -> UserError:
+    reason = getattr(error, "strerror", None) or error
+    return UserError(f"{str(path)!r} cannot be written ({reason}); write elsewhere")
 
 
 def check_writable(path: Path) -> None:
@@ -50,12 +79,12 @@ def check_writable(path: Path) -> None:
     try:
         if not path.parent.is_dir():
             raise UserError(f"the folder {str(path.parent)!r} does not exist; make it first, or write elsewhere")
-        if path.exists() and not path.is_file():  # a folder, or a device that moving would replace
-            raise UserError(f"{str(path)!r} is not a file; expected the name of the file to write")
+        with suppress(FileNotFoundError):
+            if not stat.S_ISREG(path.stat().st_mode):  # a folder, or a device that moving would replace
+                raise UserError(f"{str(path)!r} is not a file; expected the name of the file to write")
         if not os.access(path.parent, os.W_OK):
             raise UserError(f"the folder {str(path.parent)!r} cannot be written to; write elsewhere")
     except UserError:
         raise
     except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{str(path)!r} cannot be written ({reason}); write elsewhere") from error
+        raise _unwritable(path, error) from error

@@ -304,12 +304,17 @@ def block_layers(part: Component) -> list[str]:
 
 
 def check_keep(fp8: Fp8, parts: Sequence[Component]) -> None:
-    """Refuse `keep` patterns that match no layer of these components."""
+    """Refuse `keep` patterns that match no layer of these components, or every one."""
     layers = [name for part in parts for name in block_layers(part)] if fp8.keep else []
     for pattern in unmatched(fp8.keep, layers):
         raise UserError(
             f"keep pattern {short(pattern)} matches no layer that fp8 would be used for; write a piece of a name such "
             f"as {layers[-1]}"
+        )
+    if layers and not any(fp8.takes(layer) for layer in layers):
+        raise UserError(
+            f"keep patterns {', '.join(map(short, fp8.keep))} match every layer that fp8 would be used for; leave some "
+            "of them out, or fp8"
         )
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ..config import DiTConfig
 from ..errors import UserError
 from .detect import identify
 from .files import Checkpoint, Reader, blaming, is_file, open_checkpoint, read_json
-from .lora_keys import KINDS, Entry, is_lora, layer_kind, map_keys, other_adapter
+from .lora_keys import KINDS, Entry, KeyMap, is_lora, layer_kind, map_keys, other_adapter
 
 METADATA = "lora_adapter_metadata"
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -76,38 +76,67 @@ class Lora:
     @property
     def matched(self) -> dict[str, int]:
         """Layers patched, by kind: attention, mlp, other."""
-        counts = Counter(layer_kind(layer) for layer in self.adapters)
-        return {kind: counts[kind] for kind in KINDS}
+        return _counts(self.adapters)
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """One line where only part of the file is used."""
-        if not self.unmatched:
-            return ()
-        matched = ", ".join(f"{count} {kind}" for kind, count in self.matched.items())
-        names = ", ".join(printable(name) for name in self.unmatched[:3])
-        more = ", ..." if len(self.unmatched) > 3 else ""
-        return (
-            f"LoRA {printable(self.name)}: only part of it is used; matched layers: {matched}; not matched: "
-            f"{len(self.unmatched)} ({names}{more})",
-        )
+        return _partial_use(self.name, self.adapters, self.unmatched)
 
 
-def read_lora(path: Path | str, config: DiTConfig) -> Lora:
-    """Read a LoRA for a transformer of this size: a safetensors file, or PEFT's folder.
+@dataclass(frozen=True, eq=False)
+class LoraFile:
+    """A LoRA by its headers: what of it patches what. No tensor is read."""
 
-    Raises `UserError` where the file is no LoRA, is for another model, patches nothing, or holds values that are not
-    finite. Layers it names that the transformer lacks are kept as `unmatched`.
+    checkpoint: Checkpoint
+    keys: KeyMap
+    scales: HeaderScales
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Those of the `Lora` that it holds."""
+        layers = [layer for entry in self.keys.entries for layer in entry.target.layers]
+        return _partial_use(self.checkpoint.path.name, layers, self.keys.unmatched)
+
+
+def _counts(layers: Iterable[str]) -> dict[str, int]:
+    counts = Counter(layer_kind(layer) for layer in layers)
+    return {kind: counts[kind] for kind in KINDS}
+
+
+def _partial_use(name: str, layers: Iterable[str], unmatched: Sequence[str]) -> tuple[str, ...]:
+    if not unmatched:
+        return ()
+    matched = ", ".join(f"{count} {kind}" for kind, count in _counts(layers).items())
+    names = ", ".join(printable(name) for name in unmatched[:3])
+    more = ", ..." if len(unmatched) > 3 else ""
+    return (
+        f"LoRA {printable(name)}: only part of it is used; matched layers: {matched}; not matched: "
+        f"{len(unmatched)} ({names}{more})",
+    )
+
+
+def find_lora(path: Path | str, config: DiTConfig) -> LoraFile:
+    """Find a LoRA for a transformer of this size: a safetensors file, or PEFT's folder.
+
+    Raises `UserError` where the file is no LoRA, or is for another model. Layers it names that the transformer lacks
+    are kept as unmatched.
     """
     checkpoint = open_checkpoint(path)
     with blaming(checkpoint.path):
         _require_lora(checkpoint)
-        keys = map_keys(checkpoint.tensors, config)
-        scales = _header_scales(checkpoint)
+        return LoraFile(checkpoint, map_keys(checkpoint.tensors, config), _header_scales(checkpoint))
+
+
+def read_lora(path: Path | str, config: DiTConfig) -> Lora:
+    """Read what `find_lora` finds. Raises `UserError` where it patches nothing, or holds values that are not finite."""
+    found = find_lora(path, config)
+    checkpoint, keys = found.checkpoint, found.keys
+    with blaming(checkpoint.path):
         adapters: dict[str, Adapter] = {}
         with checkpoint.reader() as reader:
             for entry in keys.entries:
-                adapter = _read(reader, entry, scales)
+                adapter = _read(reader, entry, found.scales)
                 parts = (adapter,) if len(entry.target.layers) == 1 else split(adapter)
                 adapters |= dict(zip(entry.target.layers, parts, strict=True))
         if not any(bool(adapter.up.any()) for adapter in adapters.values()):

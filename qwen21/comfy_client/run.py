@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UserError
+from ..writing import write_new
 from .follow import Follower
 from .server import Server, ServerError
 from .workflow import Workflow
@@ -156,19 +157,18 @@ def safe_name(name: str) -> str:
 def _save(server: Server, file: dict[str, Any], folder: Path) -> Path:
     """Fetch one output and print its path."""
     data = server.view(file)
-    path = _free_path(folder, safe_name(file["filename"]))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with path.open("xb") as stream:
-            stream.write(data)
+        path = write_new(_paths(folder, safe_name(file["filename"])), data)
     except OSError as error:
-        raise ServerError(f"{path}: cannot be written ({error.strerror})") from error
+        raise ServerError(f"{folder}: cannot be made ({error.strerror})") from error
+    except UserError as error:
+        raise ServerError(str(error)) from error
     print(path)
     return path
 
 
-def _free_path(folder: Path, name: str) -> Path:
-    """`name`, or with -1, -2, ... at its stem what does not exist yet."""
+def _paths(folder: Path, name: str) -> Iterator[Path]:
+    """`name`, then with -1, -2, ... at its stem."""
     stem, suffix = Path(name).stem, Path(name).suffix
-    paths = (folder / (f"{stem}-{number}{suffix}" if number else name) for number in itertools.count())
-    return next(path for path in paths if not os.path.lexists(path))
+    return (folder / (f"{stem}-{number}{suffix}" if number else name) for number in itertools.count())

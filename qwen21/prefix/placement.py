@@ -13,6 +13,11 @@ from .store import Store
 RAM = torch.device("cpu")
 
 
+def without_effect(where: str, gpu: bool) -> list[str]:
+    """A warning where a prefix shall lie on a GPU and none computes."""
+    return ["--kv-device gpu is without effect: no GPU computes"] if where == "gpu" and not gpu else []
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where the prefixes of a run are kept: `where` is auto, gpu or cpu.

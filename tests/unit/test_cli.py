@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 from safetensors import safe_open
 
+from qwen21 import mini
 from qwen21.cli import main
 from tests import tiny
 
@@ -102,12 +103,20 @@ BAD = {
     "huge size": (["--size", "32x1000000"], "at most 16384"),
     "huge resolution": (["--resolution", "9" * 40], "at most 16384"),
     "tiny denoise": (["--denoise", "1e-300"], "--init-image"),
+    "endless sigmas": (
+        ["--sigmas", ",".join(str(1 - i / 1001) for i in range(1002))],
+        "got 1002 sigmas, expected at most 1001",
+    ),
+    "several words": (["--negative", "a", "red", "fox"], "red fox; put a value of several words in quotes; see python"),
+    "a strange flag": (["--frob", "3"], "unrecognized arguments: --frob 3; see python -m qwen21 generate --help"),
+    "a dash": (["--negative", "-cat"], "expected one argument; write a value that begins with a dash as --negative=-"),
     "cfg nan": (["--cfg", "nan"], "finite"),
     "cfg range inf": (["--cfg-range", "1:1:inf"], "finite"),
     "mask alone": (["--mask", str(ROOT / "qwen21/mini/sample.png")], "--init-image"),
     "kv storage": (["--kv-storage", "int3"], "invalid choice"),
     "keep nothing": (["--dtype", "fp8", "--keep", "img_mpl"], "keep pattern 'img_mpl' matches no layer"),
     "lora": (["--lora", "/nowhere/a.safetensors"], "no such file"),
+    "keep everything": (["--dtype", "fp8", "--keep", "*"], "keep patterns '*' match every layer"),
     "keep": (["--keep", "img_mlp"], "--keep img_mlp says what fp8 leaves alone, but --dtype is auto"),
     "repeat": (["--repeat", "0"], "--repeat is 0"),
     "session": (["--session", "jobs.json"], "cannot be read"),
@@ -136,7 +145,6 @@ def test_mistakes_are_one_line_and_leave_nothing(generate, arguments, words):
 
 @pytest.mark.parametrize("values", ["1,1,0", "0.2,0.4", "1.1,0", "1", "1,x", "nan,0"])
 def test_bad_sigmas(model, tmp_path, capsys, values):
-    out = str(tmp_path / "o.png")
     command = [
         "generate",
         "--model",
@@ -145,12 +153,10 @@ def test_bad_sigmas(model, tmp_path, capsys, values):
         "x",
         "--resolution",
         "32",
-        "--sigmas",
-        values,
         "--out",
-        out,
+        str(tmp_path / "o.png"),
     ]
-    assert main(command) == 2
+    assert main([*command, "--sigmas", values]) == 2
     lines = capsys.readouterr().err.strip().split("\n")
     assert len(lines) == 1
     assert "sigma" in lines[0]
@@ -297,6 +303,8 @@ def test_inspect(model, capsys):
     assert main(["inspect", str(model)]) == 0
     out = capsys.readouterr().out
     assert "Qwen3-VL encoder" in out
+    assert main(["inspect", mini.NAME]) == 0
+    assert f"{mini.WEIGHTS}: a whole-model folder" in capsys.readouterr().out
     assert main(["inspect", "/nowhere"]) == 2
     assert main([]) == 2
     assert main(["paint"]) == 2

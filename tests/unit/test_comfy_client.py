@@ -1,6 +1,7 @@
 """`run`: a workflow through a server that behaves as ComfyUI does, and each way in which it can fail."""
 
 import json
+import resource
 import signal
 import socket
 import subprocess
@@ -185,6 +186,19 @@ def test_output_that_is_gone(run):
         code, out, err = run(fake)
     assert (code, out, len(err)) == (1, [], 1)
     assert "a.png" in err[0] and "404" in err[0]
+
+
+def test_an_output_that_the_disk_cannot_hold_is_left_out_whole(run):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with FakeComfy(lambda fake: fake.finish({"9": {"images": [image("a.png")]}})) as fake:
+        fake.files = {"a.png": bytes(100_000)}
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+        try:
+            code, out, err = run(fake)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (code, out, len(err)) == (1, [], 1) and "'a.png' cannot be written" in err[0]
+    assert list(Path(".").iterdir()) == []
 
 
 @pytest.mark.parametrize("status", [400, 200])

@@ -140,6 +140,7 @@ def test_what_cannot_be_converted(model, singles, tmp_path, monkeypatch):
         ("encoder", singles["vae"], (), out, "expected Qwen3-VL-8B"),
         ("dit", singles["dit"], ("to_w",), out, "keep pattern 'to_w' matches no layer"),
         ("dit", singles["dit"], ("img_in",), out, "keep pattern 'img_in' matches no layer"),
+        ("dit", singles["dit"], ("attn", "img_mlp"), out, "'attn', 'img_mlp' match every layer"),
         ("dit", singles["dit"], (), tmp_path / "q.bin", "must end in .safetensors"),
         ("dit", singles["dit"], (), tmp_path / "no" / "q.safetensors", "does not exist"),
         ("dit", singles["dit"], (), singles["dit"], "would be overwritten"),

@@ -114,6 +114,19 @@ BAD = {
     "no prompt": ('[{"out": "a.png"}]', "job 1: --prompt is missing"),
     "no out": ('[{"prompt": "x"}]', "job 1: --out is missing"),
     "same file": ('[{"prompt": "x", "out": "a.png"}, {"prompt": "y", "out": "./a.png"}]', "jobs 1 and 2 both write"),
+    "same latent": (
+        '[{"prompt": "x", "out": "a.png", "save-latent": "l"}, {"prompt": "y", "out": "b.png", "save-latent": "l"}]',
+        "jobs 1 and 2 both write 'l'; give each a --save-latent of its own",
+    ),
+    "null character": (r'[{"prompt": "x", "out": "a\u0000.png"}]', r"'a\x00.png' cannot be written"),
+    "lone surrogate": (
+        r'[{"prompt": "x", "out": "a.png"}, {"prompt": "x", "out": "a\ud800.png"}]',
+        r"job 2 of 2, 'a\ud800.png': 'a\ud800.png' cannot be written",
+    ),
+    "null character in a latent's name": (
+        r'[{"prompt": "x", "out": "a.png", "save-latent": "\u0000.safetensors"}]',
+        r"'\x00.safetensors' cannot be written",
+    ),
     "batch into another": (
         '[{"prompt": "x", "out": "a.png", "batch": 2}, {"prompt": "y", "out": "a-2.png"}]',
         "jobs 1 and 2 both write",
@@ -139,6 +152,8 @@ def test_values_that_begin_with_a_dash_and_flags_taken_back(generate):
     assert code == 0, lines
     manifests = [json.loads(Image.open(name).text["qwen21"]) for name in ("a.png", "b.png")]
     assert [(m["prompt"], m["seed"], len(m["references"])) for m in manifests] == [("-x", 4, 0), ("--y z", 0, 1)]
+    Image.new("RGB", (32, 32)).save("-z.png")
+    assert generate(jobs=[{"prompt": "x", "out": "a.png", "image": ["ref.png", "-z.png"]}])[0] == 0
 
 
 def test_a_job_that_fails_is_named_and_what_came_before_stays(generate, monkeypatch):
