@@ -33,6 +33,15 @@ def batch_input():
     return io.Int.Input("batch", default=1, min=1, max=MAX_BATCH, tooltip="Pictures per run; they share one prefix.")
 
 
+def require_pictures(latent):
+    """Refuse latents of videos and of layers; one frame with an axis of its own is a picture."""
+    if latent.ndim != 4 and not (latent.ndim == 5 and latent.shape[2] == 1):
+        raise UserError(
+            f"the latent has shape {list(latent.shape)}, expected single pictures [batch, 64, height, width]; make it "
+            "with Qwen21EmptyLatent"
+        )
+
+
 def check_choices(**chosen):
     """Refuse values that a combo does not list: name=(value, options). ComfyUI 0.3.64 leaves that to the node."""
     for name, (value, options) in chosen.items():

@@ -12,7 +12,7 @@ from comfy_api.latest import io, ui
 from ..qwen21.config import LATENT_PIXELS, SIZE_MULTIPLE, ScheduleConfig
 from ..qwen21.errors import UserError
 from ..qwen21.options import EDIT_NOISES, SCHEDULES
-from .common import CATEGORY, LATENTS, SWITCH, check_choices
+from .common import CATEGORY, LATENTS, SWITCH, check_choices, require_pictures
 
 SAMPLERS = ["euler", *[name for name in comfy.samplers.SAMPLER_NAMES if name != "euler"]]
 
@@ -250,13 +250,8 @@ class Guider(comfy.samplers.CFGGuider):
 def canvas(latent):
     """Latent [B, 64, h, w] to start from. An empty one of another model counts as one cell for 8 pixels."""
     samples = latent["samples"]
-    if samples.ndim == 5 and samples.shape[2] == 1:
-        samples = samples[:, :, 0]
-    if samples.ndim != 4:
-        raise UserError(
-            f"the latent has shape {list(samples.shape)}, expected single pictures [batch, 64, height, width]; make it "
-            "with Qwen21EmptyLatent"
-        )
+    require_pictures(samples)
+    samples = samples[:, :, 0] if samples.ndim == 5 else samples
     if samples.shape[1] == 64:
         return samples
     empty = samples.shape[1] in (4, 16) and not bool(torch.count_nonzero(samples))

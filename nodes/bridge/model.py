@@ -25,6 +25,7 @@ from ...qwen21.errors import UserError
 from ...qwen21.memory import working_bytes
 from ...qwen21.prefix import Prefix
 from ...qwen21.schedule import is_run_of, official_grid, turbo_sigmas
+from ..common import require_pictures
 from .condition import Condition, condition_of
 from .host import COMPUTES, check_cancel, precision, stored_as, transformer_cast
 from .options import Compiler, attention, refuse_unsupported
@@ -271,16 +272,12 @@ def is_reshaped(patcher: Any) -> bool:
 
 def _require_plain(patcher: Any, noise: Tensor) -> None:
     """Refuse what would come out as noise: another sampling than the transformer's, and latents with frames."""
+    require_pictures(noise)
     sampling, half = patcher.get_model_object("model_sampling"), torch.tensor(0.5)
     if not isinstance(sampling, comfy.model_sampling.CONST) or float(sampling.timestep(half)) != 0.5:
         raise UserError(
             "a node gave this MODEL a sampling that it was not trained for; remove that node, or take "
             "ModelSamplingAuraFlow for another shift"
-        )
-    if noise.ndim < 4 or noise.shape[2:-2].numel() != 1:
-        raise UserError(
-            f"the latent has shape {list(noise.shape)}, expected single pictures [batch, 64, height, width]; make it "
-            "with Qwen21EmptyLatent"
         )
 
 
