@@ -15,7 +15,10 @@ from tests import loras, tiny
 from tests.compiler import needs_compiler
 from tests.ram_gpu import CUDA, ram_gpu
 
-pytestmark = needs_compiler
+pytestmark = [
+    needs_compiler,
+    pytest.mark.skipif(torch.backends.cuda.is_built(), reason="a PyTorch for CUDA knows the device already"),
+]
 
 
 @pytest.fixture(scope="module")
