@@ -88,8 +88,7 @@ class Branch:
     def _working(self, rows: int, layout: PrefixLayout) -> int:
         """Bytes of activations behind a prefix."""
         (h, w), pipeline = self.plan.grid, self.pipeline
-        fused = pipeline.fuses
-        return working_bytes(self.dit.config, rows, h * w, layout.unit_tokens, pipeline.dtype, fused)
+        return working_bytes(self.dit.config, rows, h * w, layout.unit_tokens, pipeline.dtype, pipeline.fuses)
 
     def _prefix(self, prompt: EncodedPrompt) -> tuple[Prefix, Reuse]:
         if id(prompt) not in self._prefixes:

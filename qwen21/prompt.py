@@ -286,7 +286,7 @@ def placeholder_warnings(prompts: Iterable[str], references: int) -> list[str]:
     """Of `<imageN>` in prompts that stand for none of the references."""
     named = {int(number) for prompt in prompts for number in re.findall(r"<image(\d{1,3})>", prompt)}
     strange = ", ".join(f"<image{number}>" for number in sorted(named) if not 1 <= number <= references)
-    there = f"there {'is' if references == 1 else 'are'} {references or 'no'} reference{'' if references == 1 else 's'}"
+    there = "there is 1 reference" if references == 1 else f"there are {references or 'no'} references"
     return [f"the prompt speaks of {strange}, but {there}"] if strange else []
 
 

@@ -18,10 +18,9 @@ comfy.options.enable_args_parsing()
 import comfy.model_patcher  # noqa: E402
 import comfy.ops  # noqa: E402
 import torch  # noqa: E402
-from packages import import_pack  # noqa: E402
+from packages import DIT, ENCODER, VAE, import_pack  # noqa: E402
 
 CARD = torch.device("meta")  # a small card's stand-in: a layer that computes with weights left behind fails there
-DIT, ENCODER, VAE = "qwen_image_2.1_tiny.safetensors", "qwen3vl_tiny.safetensors", "qwen_image_2.1_vae_tiny.safetensors"
 DIT_INT8, ENCODER_INT8 = "qwen_image_2.1_int8_convrot_tiny.safetensors", "qwen3vl_int8_convrot_tiny.safetensors"
 
 

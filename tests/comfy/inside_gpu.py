@@ -15,7 +15,7 @@ sys.argv = [sys.argv[0], *([] if GIB else ["--cpu"])]
 sys.path.insert(0, str(Path.cwd()))
 
 import torch  # noqa: E402
-from packages import import_package  # noqa: E402
+from packages import DIT, ENCODER, VAE, import_package  # noqa: E402
 
 WAYS = {"again": {}, "RAM": {"device": "cpu"}, "off": {"cache": False}, "int8": {"storage": "int8"}}
 
@@ -56,9 +56,9 @@ def sampled():
     from the_pack.nodes.bridge.vae import load_vae
     from the_pack.qwen21.prompt import Reference
 
-    encoder = load_encoder(str(MODELS / "text_encoders" / "qwen3vl_tiny.safetensors"))
-    model = load_model(str(MODELS / "diffusion_models" / "qwen_image_2.1_tiny.safetensors"), "fp32")
-    vae = load_vae(str(MODELS / "vae" / "qwen_image_2.1_vae_tiny.safetensors"), "fp32")
+    encoder = load_encoder(str(MODELS / "text_encoders" / ENCODER))
+    model = load_model(str(MODELS / "diffusion_models" / DIT), "fp32")
+    vae = load_vae(str(MODELS / "vae" / VAE), "fp32")
     pictures = [Reference.prepare(Image.new("RGB", (64, 64), colour), 64) for colour in ("red", "blue")]
     text = encoder.encode("put <image1> on <image2>", pictures)
     extra = {"image_slots": list(text.image_slots), "reference_latents": [vae.encode_reference(p) for p in pictures]}

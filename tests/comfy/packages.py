@@ -4,6 +4,9 @@ import importlib.util
 import sys
 from pathlib import Path
 
+# The tiny models, as `tests.comfy.models` names them.
+DIT, ENCODER, VAE = "qwen_image_2.1_tiny.safetensors", "qwen3vl_tiny.safetensors", "qwen_image_2.1_vae_tiny.safetensors"
+
 
 def import_package(name: str, folder: Path) -> None:
     """Import a package by its path, under another name: ComfyUI has `nodes` and `tests` too."""
