@@ -117,7 +117,8 @@ def add_generate(p: argparse.ArgumentParser) -> None:
         "--attention",
         choices=ATTENTIONS,
         default="auto",
-        help="auto: the fastest exact kernel of the GPU, by a measurement; sage is faster and not exact",
+        help="auto: the fastest exact kernel of the GPU, by a measurement; sage is faster and not exact; "
+        "compiled: for fp32 on a CPU, which auto measures with --compile",
     )
     sampling.add_argument(
         "--prefix-cache",

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .attention import AttentionFunction, sdpa
+from .cpu_attention import CpuAttention
 from .errors import UserError
 from .options import ATTENTIONS
 
@@ -26,6 +27,10 @@ KERNELS = {
 }
 
 
+COMPILED = "compiled"  # our own for a CPU
+ENOUGH = 512, 4096  # queries and keys to time on a CPU: all of an edit's would take minutes
+
+
 @dataclass(frozen=True)
 class Shape:
     """Of the calls that most of the time goes to: queries, keys, heads, head dimension."""
@@ -36,34 +41,48 @@ class Shape:
     head_dim: int
 
 
-def choose(name: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> tuple[str, AttentionFunction]:
+def choose(
+    name: str, shape: Shape, dtype: torch.dtype, device: torch.device, *, may_compile: bool = False
+) -> tuple[str, AttentionFunction]:
     """The attention of that name; for `auto` the fastest exact one there is. Returns its name as well.
 
-    Masked and causal calls, of text alone, always go to PyTorch's own choice: some kernels read masks wrong. Raises
-    `UserError` for a kernel that does not run here.
+    `may_compile`: whether `auto` counts those that a compiler must make first. Masked and causal calls, of text alone,
+    always go to PyTorch's own choice: some kernels read masks wrong. Raises `UserError` for a kernel that does not run
+    here.
     """
     if name not in ATTENTIONS:
         raise UserError(f"attention is {name!r}, expected one of {', '.join(ATTENTIONS)}")
-    if name == "sdpa" or (name == "auto" and (device.type != "cuda" or dtype == torch.float32)):
-        return "sdpa", sdpa
+    for_compiled = device.type == "cpu" and dtype == torch.float32
+    if name == COMPILED and not for_compiled:
+        raise UserError(f"attention {COMPILED} is for fp32 on a CPU; take auto or sdpa")
+    if name == "sdpa":
+        return name, sdpa
     if name != "auto":
-        attend = _unmasked(_kernel(name))
         try:
+            attend = _kernel(name)
             _seconds(attend, shape, dtype, device, 1)
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0][:200]
             raise UserError(f"attention {name} does not run here ({reason}); take auto or sdpa") from error
-        return name, attend
+        return name, _unmasked(attend)
+    if device.type == "cuda" and dtype != torch.float32:
+        others = tuple(KERNELS)
+    elif for_compiled and may_compile:
+        others = (COMPILED,)
+    else:
+        return "sdpa", sdpa
+    kernels = {"sdpa": sdpa}
     times = {"sdpa": _seconds(sdpa, shape, dtype, device)}
-    for candidate in KERNELS:
+    for other in others:
         try:
-            times[candidate] = _seconds(_kernel(candidate), shape, dtype, device)
+            kernels[other] = _kernel(other)
+            times[other] = _seconds(kernels[other], shape, dtype, device)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # not for this card, dtype or head
+        except RuntimeError:  # not for this card, dtype or head; no compiler
             continue
     best = min(times, key=times.__getitem__)
-    return best, sdpa if best == "sdpa" else _unmasked(_kernel(best))
+    return best, sdpa if best == "sdpa" else _unmasked(kernels[best])
 
 
 def _kernel(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -73,6 +92,8 @@ def _kernel(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
         except ImportError as error:
             raise UserError("attention sage needs the package sageattention; install it, or take auto") from error
         return partial(sageattn, tensor_layout="HND", is_causal=False)
+    if name == COMPILED:
+        return CpuAttention()
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel(KERNELS[name]):
@@ -99,8 +120,11 @@ def _seconds(
 ) -> float:
     """Median time of a call."""
     kw = {"dtype": dtype, "device": device}
-    q = torch.zeros(1, shape.heads, shape.queries, shape.head_dim, **kw)
-    k = torch.zeros(1, shape.heads, shape.keys, shape.head_dim, **kw)
+    queries, keys = shape.queries, shape.keys
+    if device.type == "cpu":
+        queries, keys = map(min, (queries, keys), ENOUGH)
+    q = torch.zeros(1, shape.heads, queries, shape.head_dim, **kw)
+    k = torch.zeros(1, shape.heads, keys, shape.head_dim, **kw)
     times = []
     for _ in range(WARM_UPS + timings):
         started = time.perf_counter()

@@ -8,4 +8,4 @@ COMPONENTS = {"transformer": "dit", "text_encoder": "encoder", "vae": "vae"}  # 
 COMPONENT_FOLDERS = {slot: name for name, slot in COMPONENTS.items()}
 KV_STORAGES = ("auto", "native", "fp8", "fp8_v", "int8")  # how a prefix is kept; see `prefix/codecs.py`
 # Kernels that attend; see `backends.py`.
-ATTENTIONS = ("auto", "sdpa", "cudnn", "flash", "efficient", "sage")
+ATTENTIONS = ("auto", "sdpa", "cudnn", "flash", "efficient", "sage", "compiled")

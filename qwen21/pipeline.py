@@ -27,7 +27,7 @@ from .dit import DiT
 from .encoded import EncodedPrompt, EncodedReference, KeptHeads, Remembered
 from .errors import UserError
 from .fused import fuse
-from .kernels import EAGER, Kernels
+from .kernels import EAGER, CompiledKernels, Kernels
 from .manifest import build_manifest
 from .prefix import ModelIdentity, Placement, Store, Unit, text_origin
 from .prefix.placement import RAM, without_effect
@@ -229,7 +229,8 @@ class Pipeline:
             tokens = plan.grid[0] * plan.grid[1]
             references = sum(reference.width * reference.height for reference in plan.references)
             shape = Shape(tokens, tokens + references, dit.config.heads, dit.config.head_dim)
-            self._attend = choose(self.attention, shape, self.dtype, self.device)
+            compiles = isinstance(self.kernels, CompiledKernels)
+            self._attend = choose(self.attention, shape, self.dtype, self.device, may_compile=compiles)
         dit.kernels, dit.attend = self.kernels, self._attend[1]
 
     def _decode(self, latent: Tensor, watch: Watch) -> list[Image.Image]:

@@ -61,6 +61,8 @@ def fast_paths(request):
     if not (chosen := request.config.getoption("--fast")):
         yield
         return
+    from qwen21 import backends
+    from qwen21.attention import sdpa
     from qwen21.branch import Branch
     from qwen21.config import DiTConfig
     from qwen21.dit import DiT
@@ -71,7 +73,10 @@ def fast_paths(request):
     from qwen21.prefix import Joined
 
     kernels, load = {"compiled": CompiledKernels, "kitchen": KitchenKernels}[chosen](), Pipeline._network
-    if chosen == "kitchen":
+    attend, choice = sdpa, backends.choose
+    if chosen == "compiled":
+        attend = choice("compiled", backends.Shape(16, 16, 2, 128), torch.float32, torch.device("cpu"))[1]
+    else:
         kernels.prepare(DiTConfig(heads=2), torch.float32, torch.device("cpu"))
 
     def network(self, name):
@@ -80,12 +85,17 @@ def fast_paths(request):
             fuse(found)
         return found
 
+    def choose(name, *a, **kw):
+        return ("sdpa", attend) if name == "auto" else choice(name, *a, **kw)
+
     def join(self, prefix, rows):
         tokens, config = self.plan.grid[0] * self.plan.grid[1], self.dit.config
         return Joined(prefix, tokens, config.layers, self.pipeline.device, self.pipeline.dtype)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(DiT.__init__.__kwdefaults__, "kernels", kernels)
+        patch.setitem(DiT.__init__.__kwdefaults__, "attend", attend)
+        patch.setattr("qwen21.pipeline.choose", choose)
         patch.setattr("qwen21.kitchen.uncompiled", lambda device: kernels)
         patch.setattr(Pipeline, "_network", network)
         patch.setattr(Branch, "_join", join)

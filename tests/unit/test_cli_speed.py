@@ -49,6 +49,18 @@ def test_no_compiler_is_one_line(generate, monkeypatch):
     assert code == 2 and "torch.compile does not work here (no C++ compiler was found); run without it" in line
 
 
+@needs_compiler
+def test_our_attention_on_a_cpu_changes_nothing_that_is_seen(generate):
+    latents = {}
+    for name in ("sdpa", "compiled"):
+        path = generate.folder / f"{name}.safetensors"
+        assert generate("--attention", name, "--save-latent", path) == (0, [])
+        (latents[name],) = load_file(path).values()
+        with Image.open(generate.folder / "o.png") as image:
+            assert json.loads(image.text["qwen21"])["attention"] == name
+    assert 0 < (latents["sdpa"] - latents["compiled"]).abs().max() < 1e-4
+
+
 def test_an_attention_that_does_not_run_here_is_one_line(generate):
     code, (line,) = generate("--attention", "cudnn")
     assert code == 2 and "attention cudnn does not run here" in line
