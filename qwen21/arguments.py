@@ -50,6 +50,11 @@ def add_generate(p: argparse.ArgumentParser) -> None:
         action="store_true",
         help="compile what lies between the transformer's matrix products: seconds once, then faster steps",
     )
+    model.add_argument(
+        "--cuda-graph",
+        action="store_true",
+        help="record a step and replay it, where launching its kernels takes longer than running them: small pictures",
+    )
 
     picture = p.add_argument_group("picture")
     picture.add_argument("--prompt", metavar="P", help="what to paint or to change")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from .dit import DiT
+from .graph import FEWEST_STEPS, Replayed, Step
 from .memory import working_bytes
 from .prefix import Joined, Origins, Prefix, PrefixInputs, Reuse, content, prefix_for_now, prefix_through, unit_keys
 from .sequence import PrefixLayout
@@ -48,7 +50,7 @@ class Branch:
         self.plan = plan
         self.check_cancel = check_cancel
         self._prefixes: dict[int, tuple[Prefix, Reuse]] = {}
-        self._joined: dict[int, Joined | None] = {}
+        self._steps: dict[int, Step] = {}
 
     def facts(self) -> list[PrefixFacts]:
         """Facts of each different prompt's prefix, computing those that are missing."""
@@ -62,16 +64,22 @@ class Branch:
         """v [B, C, h, w]. Rows of one prompt run as one batch, different prompts one after another."""
         if not self.plan.request.prefix_cache:
             self._prefixes.clear()
-            self._joined.clear()
+            self._steps.clear()
         result = torch.empty_like(x)
         for prompt in {id(prompt): prompt for prompt in self.prompts}.values():
             rows = [i for i, other in enumerate(self.prompts) if other is prompt]
-            prefix = self._prefix(prompt)[0]
-            if id(prompt) not in self._joined:
-                self._joined[id(prompt)] = self._join(prefix, len(rows))
-            joined = self._joined[id(prompt)]
-            result[rows] = self.dit.denoise(x[rows].to(self.pipeline.dtype), sigma, prefix, joined=joined).float()
+            if id(prompt) not in self._steps:
+                self._steps[id(prompt)] = self._step(self._prefix(prompt)[0], len(rows))
+            result[rows] = self._steps[id(prompt)](x[rows].to(self.pipeline.dtype), sigma).float()
         return result
+
+    def _step(self, prefix: Prefix, rows: int) -> Step:
+        """A step behind a prefix, for so many rows."""
+        joined = self._join(prefix, rows)
+        step = partial(self.dit.denoise, prefix=prefix, joined=joined)
+        gpu, steps = self.pipeline.device.type == "cuda", len(self.plan.schedule.sigmas) - 1
+        records = self.pipeline.cuda_graph and gpu and steps >= FEWEST_STEPS and joined is not None
+        return Replayed(step) if records else step
 
     def _join(self, prefix: Prefix, rows: int) -> Joined | None:
         """The prefix laid out for all steps, where there is room for it beside what a step needs."""

@@ -161,7 +161,7 @@ def run_generate(a: argparse.Namespace) -> int:
     loras = tuple((read_lora(path, files.dit.config), strength) for path, strength in a.lora)
     dtype = outputs.pick_dtype(a.dtype, device)
     pipeline = Pipeline(files, dtype, device, a.kv_device, a.kv_storage, fp8=fp8, loras=loras)
-    pipeline.attention = a.attention
+    pipeline.attention, pipeline.cuda_graph = a.attention, a.cuda_graph
     pipeline.keep_loaded = len(jobs) > 1 and pipeline.fits_together()
     pipeline.kernels = CompiledKernels() if a.compile else uncompiled(device)
     for number, job in enumerate(jobs, 1):

@@ -16,7 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from . import images, memory, tiling
+from . import graph, images, memory, tiling
 from .attention import AttentionFunction
 from .backends import Shape, choose
 from .branch import Branch, PrefixFacts
@@ -80,6 +80,7 @@ class Pipeline:
     fp8: Fp8 | None = None  # block linears that are not quantized yet are kept in fp8
     kernels: Kernels = EAGER
     attention: str = "auto"  # see `backends.choose`
+    cuda_graph: bool = False  # replay steps whose launches hold the GPU up; see `graph.py`
     store: Store = field(default_factory=lambda: Store(memory.store_budget()))
     _attend: tuple[str, AttentionFunction] | None = field(default=None, repr=False)
     _loaded: dict[str, tuple[Any, str]] = field(default_factory=dict, repr=False)
@@ -276,8 +277,9 @@ class Pipeline:
 
     def warnings(self, plan: Plan) -> list[str]:
         """What of a plan, of the LoRAs or of the prefix's place was not as asked."""
-        place = without_effect(self.kv_device, self.device.type != "cpu")
-        return [*plan.warnings, *(line for lora, _ in self.loras for line in lora.warnings), *place]
+        gpu, steps = self.device.type != "cpu", len(plan.schedule.sigmas) - 1
+        vain = [*without_effect(self.kv_device, gpu), *(graph.without_effect(gpu, steps) if self.cuda_graph else ())]
+        return [*plan.warnings, *(line for lora, _ in self.loras for line in lora.warnings), *vain]
 
     def identity(self, codec: str) -> ModelIdentity:
         """What the K and V of this pipeline's prefixes depend on besides their inputs."""

@@ -2,7 +2,8 @@
 
 Tensors on it compute on the CPU, but say that they lie on `cuda:0`. An operation over tensors of both devices raises,
 and so does an allocation beyond the device's memory. There is one stream: everything runs at once. PyTorch's CPU build
-does not know the device; a few lines of C++ teach it.
+does not know the device; a few lines of C++ teach it. A CUDA graph is the list of operations that ran while it was
+recorded, each with the very tensors it read and wrote.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import torch
@@ -31,6 +33,7 @@ aten = torch.ops.aten
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 # What may read tensors of both devices: copies, and indices.
 BETWEEN_DEVICES = {aten._to_copy.default, aten.copy_.default, aten.index.Tensor, aten.index_put_.default}
+ANSWERS = {aten._local_scalar_dense.default, aten.equal.default}
 
 # Runs in one, as fused kernels do: its parts would hold all scores.
 WHOLE = aten.scaled_dot_product_attention.default
@@ -93,6 +96,8 @@ def ram_gpu(total: int = 2**40) -> Iterator[RamGpu]:
         "stream": lambda stream: contextlib.nullcontext(),
         "current_stream": Stream,
         "cudart": lambda: cudart,
+        "CUDAGraph": RamGraph,
+        "graph": gpu.recorded,
     }
     with contextlib.ExitStack() as patches:
         for name, stand_in in stand_ins.items():
@@ -111,6 +116,16 @@ class RamGpu(Counting):
     def __init__(self, total: int) -> None:
         super().__init__()
         self.total = total
+        self._recording: RamGraph | None = None
+
+    @contextlib.contextmanager
+    def recorded(self, graph: RamGraph) -> Iterator[None]:
+        """What runs within becomes part of the graph; nothing may pass between the devices meanwhile."""
+        self._recording = graph
+        try:
+            yield
+        finally:
+            self._recording = None
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
@@ -125,10 +140,14 @@ class RamGpu(Counting):
         if kwargs.get("device") is not None:
             there = torch.device(kwargs["device"]).type == "cuda"
             kwargs["device"] = "cpu" if there else kwargs["device"]
+        if self._recording is not None:
+            _refuse_waiting(func, there, len(ours), len(tensors))
         args, kwargs = tree_map_only(OnGpu, lambda each: each.ram, (args, kwargs))
         result = func(*args, **kwargs)
         if not there:
             return result
+        if self._recording is not None:
+            self._recording.operations.append((func, args, kwargs, result))
         return tree_map_only(torch.Tensor, lambda ram: ours[id(ram)] if id(ram) in ours else self._placed(ram), result)
 
     def _placed(self, ram: torch.Tensor) -> OnGpu:
@@ -138,11 +157,34 @@ class RamGpu(Counting):
         return OnGpu(ram)
 
 
+class RamGraph:
+    """Operations, and the tensors in RAM that each read and gave."""
+
+    def __init__(self) -> None:
+        self.operations: list[tuple[Any, tuple, dict, Any]] = []
+        self.replays = 0
+
+    def replay(self) -> None:
+        """Each once more, into the same tensors."""
+        self.replays += 1
+        for func, args, kwargs, result in self.operations:
+            for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
 def _refuse_mixed(func, tensors: list[torch.Tensor]) -> None:
     """Numbers, tensors without an axis, may come from RAM."""
     strangers = [tuple(each.shape) for each in tensors if not isinstance(each, OnGpu) and each.ndim]
     if strangers:
         raise RuntimeError(f"{func}: all tensors must be on one device, but {strangers} are in RAM")
+
+
+def _refuse_waiting(func, there: bool, ours: int, tensors: int) -> None:
+    """What the host waits for: a copy from or to RAM, and an answer."""
+    passes = func in BETWEEN_DEVICES and (ours < tensors if there else ours)
+    if passes or (ours and func in ANSWERS):
+        raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
 
 
 @functools.cache
