@@ -15,7 +15,7 @@
 
 #if defined(__AVX512F__)
 constexpr int WIDTH = 16, ROWS = 4, VECTORS = 4;
-// Held in a register, where the compiler would read it from memory again for every row: as slow as the multiplication.
+// Held in a register, where the compiler would read it from memory for every row: that takes as long as multiplying.
 #define IN_REGISTER(x) asm("" : "+v"(x))
 #else
 constexpr int WIDTH = 8, ROWS = 4, VECTORS = 3;

@@ -36,8 +36,9 @@ class CpuAttention:
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, H, n, D], k and v [B, H, m, D] -> [B, H, n, D], softmax scale 1 / sqrt(D). What it was not written for
-        (other dtypes and devices, gradients, an odd D) PyTorch does."""
-        if not all(map(_fits, (q, k, v))):
+        (other dtypes and devices, gradients, an odd D, keys shared by several heads) PyTorch does."""
+        alike = k.shape == v.shape and q.shape[:2] == k.shape[:2] and q.shape[-1] == k.shape[-1]
+        if not alike or not all(map(_fits, (q, k, v))):
             return F.scaled_dot_product_attention(q, k, v)
         batch, heads, queries, dim = q.shape
         out = q.new_empty(batch, queries, heads, dim).transpose(1, 2)
@@ -59,4 +60,4 @@ def _compile() -> ctypes.CDLL:
 
 def _fits(x: Tensor) -> bool:
     plain = x.dtype == torch.float32 and x.device.type == "cpu" and not (torch.is_grad_enabled() and x.requires_grad)
-    return plain and x.stride(-1) == 1 and x.shape[-1] % _ROWS == 0
+    return plain and x.ndim == 4 and x.numel() > 0 and x.stride(-1) == 1 and x.shape[-1] % _ROWS == 0

@@ -100,6 +100,10 @@ def test_what_it_was_not_written_for_is_pytorchs(attention):
     assert torch.equal(attention(*odd), sdpa(*odd))
     apart = [x.repeat_interleave(2, dim=-1)[..., ::2] for x in (q, k, v)]
     assert torch.equal(attention(*apart), sdpa(*apart))
+    for others in ((q[:1, :1], k, v), (q, k[:, :, :0], v[:, :, :0]), (q[0], k[0], v[0])):  # broadcast, empty, no batch
+        assert torch.equal(attention(*others), sdpa(*others))
+    with pytest.raises(RuntimeError):
+        attention(q, k[..., :4], v[..., :4])
     q.requires_grad_()
     attention(q, k, v).sum().backward()
     assert q.grad.abs().max() > 0
