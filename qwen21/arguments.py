@@ -48,12 +48,14 @@ def add_generate(p: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--compile",
         action="store_true",
-        help="compile what lies between the transformer's matrix products: seconds once, then faster steps",
+        help="compile what lies between the transformer's matrix products, on a CPU its attention too: seconds once, "
+        "then faster steps; needs a C++ compiler, for a GPU Triton",
     )
     model.add_argument(
         "--cuda-graph",
         action="store_true",
-        help="record a step and replay it, where launching its kernels takes longer than running them: small pictures",
+        help="on a GPU: record a step and replay it, where launching its kernels takes longer than running them, as "
+        "with small pictures; from 12 steps on",
     )
 
     picture = p.add_argument_group("picture")
@@ -123,7 +125,7 @@ def add_generate(p: argparse.ArgumentParser) -> None:
         choices=ATTENTIONS,
         default="auto",
         help="auto: the fastest exact kernel of the GPU, by a measurement; sage is faster and not exact; "
-        "compiled: for fp32 on a CPU, which auto measures with --compile",
+        "compiled: for fp32 on a CPU, by a C++ compiler, which auto counts with --compile",
     )
     sampling.add_argument(
         "--prefix-cache",

@@ -50,11 +50,7 @@ def choose(
     always go to PyTorch's own choice: some kernels read masks wrong. Raises `UserError` for a kernel that does not run
     here.
     """
-    if name not in ATTENTIONS:
-        raise UserError(f"attention is {name!r}, expected one of {', '.join(ATTENTIONS)}")
-    for_compiled = device.type == "cpu" and dtype == torch.float32
-    if name == COMPILED and not for_compiled:
-        raise UserError(f"attention {COMPILED} is for fp32 on a CPU; take auto or sdpa")
+    check(name, dtype, device)
     if name == "sdpa":
         return name, sdpa
     if name != "auto":
@@ -62,12 +58,12 @@ def choose(
             attend = _kernel(name)
             _seconds(attend, shape, dtype, device, 1)
         except RuntimeError as error:
-            reason = str(error).strip().splitlines()[0][:200]
+            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
             raise UserError(f"attention {name} does not run here ({reason}); take auto or sdpa") from error
         return name, _unmasked(attend)
     if device.type == "cuda" and dtype != torch.float32:
         others = tuple(KERNELS)
-    elif for_compiled and may_compile:
+    elif may_compile and _for_compiled(dtype, device):
         others = (COMPILED,)
     else:
         return "sdpa", sdpa
@@ -83,6 +79,18 @@ def choose(
             continue
     best = min(times, key=times.__getitem__)
     return best, sdpa if best == "sdpa" else _unmasked(kernels[best])
+
+
+def check(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises `UserError` for a name that is none, or not for this dtype and device whatever is installed."""
+    if name not in ATTENTIONS:
+        raise UserError(f"attention is {name!r}, expected one of {', '.join(ATTENTIONS)}")
+    if name == COMPILED and not _for_compiled(dtype, device):
+        raise UserError(f"attention {COMPILED} is for fp32 on a CPU; take auto or sdpa")
+
+
+def _for_compiled(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cpu" and dtype == torch.float32
 
 
 def _kernel(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .dit import DiT
-from .graph import FEWEST_STEPS, Replayed, Step
+from .graph import Step, StepGraphs
 from .memory import working_bytes
 from .prefix import Joined, Origins, Prefix, PrefixInputs, Reuse, content, prefix_for_now, prefix_through, unit_keys
 from .sequence import PrefixLayout
@@ -42,6 +42,7 @@ class Branch:
         pipeline: Pipeline,
         plan: Plan,
         check_cancel: Callable[[], None],
+        graphs: StepGraphs | None = None,
     ) -> None:
         self.dit = dit
         self.prompts = prompts
@@ -49,6 +50,7 @@ class Branch:
         self.pipeline = pipeline
         self.plan = plan
         self.check_cancel = check_cancel
+        self.graphs = graphs
         self._prefixes: dict[int, tuple[Prefix, Reuse]] = {}
         self._steps: dict[int, Step] = {}
 
@@ -77,9 +79,10 @@ class Branch:
         """A step behind a prefix, for so many rows."""
         joined = self._join(prefix, rows)
         step = partial(self.dit.denoise, prefix=prefix, joined=joined)
-        gpu, steps = self.pipeline.device.type == "cuda", len(self.plan.schedule.sigmas) - 1
-        records = self.pipeline.cuda_graph and gpu and steps >= FEWEST_STEPS and joined is not None
-        return Replayed(step) if records else step
+        if self.graphs is None or joined is None:
+            return step
+        pipeline, working = self.pipeline, self._working(rows, prefix.layout)
+        return self.graphs.of(step, lambda: pipeline.placement(0).spare() >= working)
 
     def _join(self, prefix: Prefix, rows: int) -> Joined | None:
         """The prefix laid out for all steps, where there is room for it beside what a step needs."""

@@ -134,6 +134,7 @@ def build_parser() -> Parser:
 
 def run_generate(a: argparse.Namespace) -> int:
     from . import outputs, session
+    from .backends import check as check_attention
     from .checkpoint.load import check_keep
     from .checkpoint.lora import read_lora
     from .kernels import CompiledKernels
@@ -160,6 +161,7 @@ def run_generate(a: argparse.Namespace) -> int:
         check_keep(fp8, (files.dit, files.encoder))
     loras = tuple((read_lora(path, files.dit.config), strength) for path, strength in a.lora)
     dtype = outputs.pick_dtype(a.dtype, device)
+    check_attention(a.attention, dtype, device)
     pipeline = Pipeline(files, dtype, device, a.kv_device, a.kv_storage, fp8=fp8, loras=loras)
     pipeline.attention, pipeline.cuda_graph = a.attention, a.cuda_graph
     pipeline.keep_loaded = len(jobs) > 1 and pipeline.fits_together()

@@ -3,7 +3,8 @@
 // A panel is so many queries that their columns fill a few vectors. Queries and what they attend to are held transposed,
 // a row for each of `dim` numbers; so keys and values are read where they lie, number by number, and softmax needs no
 // sum across a vector. The tile of sums stays in registers: `ROWS` times `VECTORS`, and vectors to multiply with.
-// A query's result does not depend on the others, on their number or on the number of threads.
+// A query's result does not depend on the others, on their number or on the number of threads. A weight is never quite
+// nothing, but 2^-126 of the largest.
 //
 // For GCC and Clang. Written without PyTorch's headers, which would take most of the time to compile.
 
@@ -26,9 +27,9 @@ typedef float Vector __attribute__((vector_size(WIDTH * sizeof(float))));
 typedef int32_t Integers __attribute__((vector_size(WIDTH * sizeof(float))));
 
 constexpr int64_t QUERIES = WIDTH * VECTORS;  // of a panel
-constexpr int64_t PANELS = 8;                 // that a thread takes at once, so that a block of keys is read once
-constexpr int64_t KEYS = 128;                 // of a block: with its values 128 KiB, to stay in a core's cache
-constexpr float INFINITE = std::numeric_limits<float>::infinity();
+constexpr int64_t PANELS = 8;                 // at most, that a thread takes at once: they read a block of keys once
+constexpr int64_t KEYS = 128;                 // of a block: at dim 128 with values 128 KiB, to stay in a core's cache
+constexpr float LOWEST = std::numeric_limits<float>::lowest();
 
 #define UNROLLED _Pragma("GCC unroll 8")
 #define FOR_VECTORS UNROLLED for (int j = 0; j < VECTORS; ++j)
@@ -103,7 +104,7 @@ struct Panel {
         reinterpret_cast<float*>(queries)[d * QUERIES + i] = i < count ? q[i * row + d] : 0.f;
     std::fill(out, out + dim * VECTORS, Vector{});
     FOR_VECTORS {
-      top[j] = Vector{} - INFINITE;
+      top[j] = Vector{} + LOWEST;
       total[j] = Vector{};
     }
   }
@@ -141,12 +142,14 @@ struct Strided {
   int64_t batch, head, row;
 };
 
-// `dim` must be a multiple of four, `scale` has the base of exponents in it: log2(e) / sqrt(dim).
+// Every query over all keys. `dim` must be a multiple of four, `scale` has the base of exponents in it: log2(e) / sqrt(dim).
 extern "C" void attend(
     const Strided* q, const Strided* k, const Strided* v, const Strided* o,
     int64_t batch, int64_t heads, int64_t queries, int64_t keys, int64_t dim, float scale,
-    [[maybe_unused]] int threads) {
-  const int64_t at_once = QUERIES * PANELS, tasks = (queries + at_once - 1) / at_once, size = dim * VECTORS;
+    int threads) {
+  const int64_t all = batch * heads * ((queries + QUERIES - 1) / QUERIES), size = dim * VECTORS;
+  const int64_t most = std::clamp<int64_t>(all / (2 * threads), 1, PANELS);  // fewer, before threads run out of work
+  const int64_t at_once = QUERIES * most, tasks = (queries + at_once - 1) / at_once;
 #pragma omp parallel num_threads(threads)
   {
     const std::unique_ptr<Vector[]> memory(new Vector[2 * PANELS * size + KEYS * VECTORS]);

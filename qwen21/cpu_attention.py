@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+_FLAGS = ("-fno-unsafe-math-optimizations", "-ffp-contract=fast")  # sums as they are written, but fused with products
 _ROWS = 4  # that a head's dimension must be a multiple of
 
 
@@ -26,17 +27,20 @@ class _Strided(ctypes.Structure):
 
 class CpuAttention:
     """What a compiled `library` computes; without one it is compiled as this is made, seconds the first time on a
-    machine. Raises `RuntimeError` where that fails."""
+    machine. Raises `RuntimeError` where that fails, or comes out wrong."""
 
     def __init__(self, library: ctypes.CDLL | None = None) -> None:
         self._attend = (library or _compile()).attend
         pointers, numbers = [ctypes.POINTER(_Strided)] * 4, [ctypes.c_int64] * 5
         self._attend.argtypes = [*pointers, *numbers, ctypes.c_float, ctypes.c_int]
         self._attend.restype = None
+        x = torch.linspace(-3, 3, 150 * 8, dtype=torch.float32, device="cpu").sin().view(1, 1, 150, 8)
+        if not torch.allclose(self(x, x, x), F.scaled_dot_product_attention(x, x, x), atol=1e-5):
+            raise RuntimeError("the C++ compiler makes something else of it: look for flags that relax arithmetic")
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [B, H, n, D], k and v [B, H, m, D] -> [B, H, n, D], softmax scale 1 / sqrt(D). What it was not written for
-        (other dtypes and devices, gradients, an odd D, keys shared by several heads) PyTorch does."""
+        (other dtypes and devices, gradients, D no multiple of four, keys for several heads) PyTorch does."""
         alike = k.shape == v.shape and q.shape[:2] == k.shape[:2] and q.shape[-1] == k.shape[-1]
         if not alike or not all(map(_fits, (q, k, v))):
             return F.scaled_dot_product_attention(q, k, v)
@@ -53,9 +57,11 @@ def _compile() -> ctypes.CDLL:
         from torch._inductor.codecache import CppCodeCache
 
         source = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
-        return CppCodeCache.load(source, extra_flags=("-ffp-contract=fast",))
+        return CppCodeCache.load(source, extra_flags=_FLAGS)
     except Exception as error:  # of any kind: compilers fail in many ways
-        raise RuntimeError(str(error) or type(error).__name__) from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        told = next((line for line in lines if "error:" in line), lines[0])
+        raise RuntimeError(f"{told.strip()}; it takes a C++ compiler, such as g++") from error
 
 
 def _fits(x: Tensor) -> bool:

@@ -58,7 +58,7 @@ class Watch:
     check_cancel: Callable[[], None] = lambda: None
     on_step: Callable[[int, int, Tensor], None] = lambda i, n, latent: None
     on_stage: Callable[[str], None] = lambda stage: None
-    on_warning: Callable[[str], None] = lambda warning: None  # of what was not as asked, before the work starts
+    on_warning: Callable[[str], None] = lambda warning: None  # of what was not as asked, mostly before the work starts
 
 
 @dataclass
@@ -199,9 +199,10 @@ class Pipeline:
         dit: DiT = self._network("dit")
         self._speed_up(dit, plan, watch)
         watch.on_stage("prefilling")
+        graphs = graph.StepGraphs() if self.cuda_graph and not self._graphs_in_vain(plan) else None
 
         def branch(sides: list[EncodedPrompt]) -> Branch:
-            return Branch(dit, sides, references, self, plan, watch.check_cancel)
+            return Branch(dit, sides, references, self, plan, watch.check_cancel, graphs)
 
         guided = branch(prompts)
         unguided = None if negative is None else branch([negative] * len(prompts))
@@ -218,6 +219,8 @@ class Pipeline:
             check_cancel=watch.check_cancel,
             on_step=watch.on_step,
         )
+        for warning in graphs.warnings() if graphs else ():
+            watch.on_warning(warning)
         # Facts, not the prefixes: those would stay on the device while the picture is decoded.
         return latent, facts
 
@@ -277,9 +280,15 @@ class Pipeline:
 
     def warnings(self, plan: Plan) -> list[str]:
         """What of a plan, of the LoRAs or of the prefix's place was not as asked."""
-        gpu, steps = self.device.type != "cpu", len(plan.schedule.sigmas) - 1
-        vain = [*without_effect(self.kv_device, gpu), *(graph.without_effect(gpu, steps) if self.cuda_graph else ())]
+        vain = [*without_effect(self.kv_device, self.device.type != "cpu"), *self._graphs_in_vain(plan)]
         return [*plan.warnings, *(line for lora, _ in self.loras for line in lora.warnings), *vain]
+
+    def _graphs_in_vain(self, plan: Plan) -> list[str]:
+        """Why a run that shall record steps will not."""
+        if not self.cuda_graph:
+            return []
+        gpu = self.device.type == "cuda"
+        return graph.without_effect(gpu, plan.schedule.steps, plan.request.prefix_cache, self.attention)
 
     def identity(self, codec: str) -> ModelIdentity:
         """What the K and V of this pipeline's prefixes depend on besides their inputs."""

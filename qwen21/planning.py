@@ -10,8 +10,9 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from . import images, memory, outputs
+from . import graph, images, memory, outputs
 from .arguments import fp8_of, inputs_of, opened_request
+from .backends import check as check_attention
 from .checkpoint.load import ModelFiles, check_keep
 from .checkpoint.lora import find_lora
 from .config import LATENT_PIXELS
@@ -47,7 +48,9 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
     if a.session is not None or a.repeat != 1:
         raise UserError("a plan is of one run; leave --session and --repeat out, and give one job's flags")
     free = _free_bytes(a)
-    dtype = outputs.pick_dtype(a.dtype, torch.device("cpu" if free is None else "cuda"))
+    device = torch.device("cpu" if free is None else "cuda")
+    dtype = outputs.pick_dtype(a.dtype, device)
+    check_attention(a.attention, dtype, device)
     decided = decide(opened_request(a, Unread.of), files)
     files.check(encodes=decided.request.encodes)
     references = [reference_size(*picture.size, a.resolution) for picture in decided.request.references]
@@ -80,7 +83,11 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
         beside=sum(lora.checkpoint.nbytes for lora in loras),
     )
     told = [*decided.warnings, *(line for lora in loras for line in lora.warnings)]
-    return made, (*told, *without_effect(a.kv_device, gpu=free is not None))
+    gpu = free is not None
+    told += without_effect(a.kv_device, gpu)
+    if a.cuda_graph:
+        told += graph.without_effect(gpu, decided.schedule.steps, a.prefix_cache == "on", a.attention)
+    return made, tuple(told)
 
 
 @dataclass(frozen=True)

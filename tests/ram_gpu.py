@@ -98,6 +98,7 @@ def ram_gpu(total: int = 2**40) -> Iterator[RamGpu]:
         "cudart": lambda: cudart,
         "CUDAGraph": RamGraph,
         "graph": gpu.recorded,
+        "graph_pool_handle": lambda: (0, 1),
     }
     with contextlib.ExitStack() as patches:
         for name, stand_in in stand_ins.items():
@@ -119,7 +120,7 @@ class RamGpu(Counting):
         self._recording: RamGraph | None = None
 
     @contextlib.contextmanager
-    def recorded(self, graph: RamGraph) -> Iterator[None]:
+    def recorded(self, graph: RamGraph, pool: object = None) -> Iterator[None]:
         """What runs within becomes part of the graph; nothing may pass between the devices meanwhile."""
         self._recording = graph
         try:

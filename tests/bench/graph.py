@@ -1,6 +1,6 @@
 """Steps of small latents as a CUDA graph beside the same steps launched kernel by kernel.
 
-python -m tests.bench.graph             # the released size in bf16, random weights; needs CUDA, about a minute
+python -m tests.bench.graph             # the released size in bf16, random weights; needs CUDA
 python -m tests.bench.graph --small     # a small transformer, to see that it runs
 
 `on the host` is the part of a plain step's time that launching takes: a graph is recorded from 0.8 on. `same` says

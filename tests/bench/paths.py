@@ -74,7 +74,7 @@ def built(path: Path, pair: Pair, kernels: CompiledKernels) -> DiT:
     if path.chosen_attention:
         tokens = size.target[0] * size.target[1]
         shape = Shape(tokens, tokens, size.config.heads, size.config.head_dim)
-        name, dit.attend = choose("auto", shape, size.dtype, torch.device(size.device))
+        name, dit.attend = choose("auto", shape, size.dtype, torch.device(size.device), may_compile=path.compiled)
         print(f"attention chosen: {name}")
     dit.kernels = kernels if path.compiled else KitchenKernels() if path.kitchen else EAGER
     if not dit.kernels.ready:

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from qwen21 import kernels
 from qwen21.cli import main
+from qwen21.pipeline import Pipeline
 from tests import tiny
 from tests.compiler import needs_compiler
 
@@ -64,3 +65,9 @@ def test_our_attention_on_a_cpu_changes_nothing_that_is_seen(generate):
 def test_an_attention_that_does_not_run_here_is_one_line(generate):
     code, (line,) = generate("--attention", "cudnn")
     assert code == 2 and "attention cudnn does not run here" in line
+
+
+def test_an_attention_for_something_else_is_refused_before_anything_is_read(generate, monkeypatch):
+    monkeypatch.setattr(Pipeline, "generate", None)
+    code, (line,) = generate("--attention", "compiled", "--dtype", "bf16")
+    assert code == 2 and "attention compiled is for fp32 on a CPU; take auto or sdpa" in line

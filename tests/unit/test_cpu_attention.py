@@ -18,7 +18,14 @@ pytestmark = needs_compiler
 CPU = torch.device("cpu")
 SHAPE = Shape(16, 20, 2, 128)
 # Batch, heads, queries, keys, head dimension: whole panels and blocks, one of each, some left over.
-SHAPES = [(1, 2, 256, 256, 128), (1, 1, 1, 1, 128), (2, 3, 70, 33, 64), (1, 2, 300, 129, 4), (2, 1, 65, 515, 12)]
+SHAPES = [
+    (1, 2, 256, 256, 128),
+    (1, 1, 1, 1, 128),
+    (2, 3, 70, 33, 64),
+    (1, 2, 300, 129, 4),
+    (2, 1, 65, 515, 12),
+    (2, 2, 1300, 40, 8),
+]
 OTHER_PROCESSORS = [["-mavx2", "-mfma"], []]  # of x86, when this is one; none of it is what every compiler has
 
 
@@ -51,7 +58,7 @@ def test_it_is_as_exact_as_pytorchs(attention, shape, size):
 
 
 @pytest.mark.parametrize("flags", OTHER_PROCESSORS)
-def test_it_is_exact_with_another_processors_vectors(flags, tmp_path, monkeypatch):
+def test_it_is_exact_with_another_processors_vectors(flags, tmp_path):
     if b"x86_64" not in subprocess.check_output(["g++", "-dumpmachine"]):
         pytest.skip("flags of x86")
     library = tmp_path / "attention.so"
@@ -69,8 +76,9 @@ def test_a_query_is_alone_with_the_keys(attention, monkeypatch):
     together = attention(q, k, v)
     assert torch.equal(together[:, :, 77:200], attention(q[:, :, 77:200], k, v))
     assert torch.equal(together[:, 1:], attention(q[:, 1:], k[:, 1:], v[:, 1:]))
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert torch.equal(together, attention(q, k, v))
+    for threads in (3, 40):  # the more, the fewer queries each takes at once
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        assert torch.equal(together, attention(q, k, v))
 
 
 @pytest.mark.parametrize("which", [0, 1, 2])
@@ -133,6 +141,8 @@ def test_it_has_to_be_asked_for_where_it_runs():
     for dtype, device in ((torch.bfloat16, "cpu"), (torch.float32, "cuda")):
         with pytest.raises(UserError, match="compiled is for fp32 on a CPU; take auto or sdpa"):
             choose("compiled", SHAPE, dtype, torch.device(device))
+    with pytest.raises(UserError, match="expected one of auto, sdpa"):
+        backends.check("fast", torch.float32, CPU)
 
 
 def test_without_a_compiler_it_is_one_line(monkeypatch):
@@ -141,5 +151,41 @@ def test_without_a_compiler_it_is_one_line(monkeypatch):
 
     monkeypatch.setattr("torch._inductor.codecache.CppCodeCache.load", load)
     assert choose("auto", SHAPE, torch.float32, CPU, may_compile=True) == ("sdpa", sdpa)
-    with pytest.raises(UserError, match=r"compiled does not run here \(no C\+\+ compiler\); take auto or sdpa$"):
+    with pytest.raises(
+        UserError, match=r"here \(no C\+\+ compiler; it takes a .*, such as g\+\+\); take auto or sdpa$"
+    ):
         choose("compiled", SHAPE, torch.float32, CPU)
+
+
+def test_a_compilers_own_words_are_told(monkeypatch):
+    def load(*_, **__):
+        raise RuntimeError("C++ compile error\n\nCommand:\ng++ x.cpp\n\nOutput:\ng++: fatal error: no room left\nmore")
+
+    monkeypatch.setattr("torch._inductor.codecache.CppCodeCache.load", load)
+    with pytest.raises(UserError, match=r"does not run here \(g\+\+: fatal error: no room left; it takes"):
+        choose("compiled", SHAPE, torch.float32, CPU)
+
+
+def test_what_a_compiler_makes_something_else_of_is_not_taken(monkeypatch):
+    from torch._inductor.codecache import CppCodeCache
+
+    load = CppCodeCache.load
+    monkeypatch.setattr(CppCodeCache, "load", lambda source, **kw: load(source.replace("0.2402", "0.2302"), **kw))
+    with pytest.raises(UserError, match=r"the C\+\+ compiler makes something else of it"):
+        choose("compiled", SHAPE, torch.float32, CPU)
+    assert choose("auto", SHAPE, torch.float32, CPU, may_compile=True) == ("sdpa", sdpa)
+
+
+def test_relaxed_arithmetic_is_not_inherited():
+    from torch._inductor import config
+
+    q, k, v = draw(1, 1, 40, 300, 16, size=4.0)
+    with config.patch({"cpp.enable_unsafe_math_opt_flag": True}):
+        got = CpuAttention()(q, k, v)
+    assert error(got, q, k, v) <= 2 * error(sdpa(q, k, v), q, k, v) + 1e-7
+
+
+def test_scores_beyond_numbers_do_not_hide_the_others(attention):
+    q, k, v = torch.full((1, 1, 2, 4), 1e20), torch.full((1, 1, 300, 4), -1e20), drawn(1, 1, 300, 4)
+    k[0, 0, 200:] = 0
+    assert (attention(q, k, v) - v[0, 0, 200:].mean(dim=0)).abs().max() < 1e-6

@@ -1,17 +1,22 @@
 """A step recorded as a CUDA graph, on a GPU made of RAM."""
 
+import gc
+import itertools
 import weakref
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from qwen21 import graph
+from qwen21.branch import Branch
 from qwen21.cli import main
 from qwen21.config import DiTConfig
 from qwen21.dit import DiT
-from qwen21.graph import FEWEST_STEPS, Replayed, StepGraph
+from qwen21.errors import UserError
+from qwen21.graph import FEWEST_STEPS, StepGraph, StepGraphs
 from qwen21.pipeline import Pipeline
 from qwen21.prefix import Joined
 from tests import tiny
@@ -56,10 +61,25 @@ def replays(monkeypatch):
     return lambda: sum(one.replays for one in made)
 
 
-def binding(monkeypatch, launch, whole):
-    """Steps whose launching takes so long, of so long as they take."""
-    times = iter([0.0, launch, whole])
-    monkeypatch.setattr(graph, "time", type("Clock", (), {"perf_counter": staticmethod(lambda: next(times))}))
+@pytest.fixture
+def takes(monkeypatch):
+    """Has the timed step take `launch` seconds of `whole` to be launched."""
+
+    def patch(launch, whole=1.0):
+        times = itertools.cycle([0.0, launch, whole])
+        monkeypatch.setattr(graph, "time", SimpleNamespace(perf_counter=lambda: next(times)))
+
+    patch(0.9)
+    return patch
+
+
+def calls(step, has_room=lambda: True, count=6):
+    """Makes `step` one that may be recorded, calls it, and compares; returns how many calls were replays, and why."""
+    graphs = StepGraphs()
+    faster = graphs.of(step, has_room)
+    for call in range(count):
+        assert torch.equal(faster(latent(call), 1 - call / 8), step(latent(call), 1 - call / 8))
+    return graphs.replays, graphs.why_none
 
 
 def test_a_recorded_step_is_the_step_for_every_latent_and_level(step):
@@ -70,55 +90,59 @@ def test_a_recorded_step_is_the_step_for_every_latent_and_level(step):
     assert torch.equal(first, latent(1))  # the caller's is not what is overwritten
 
 
-def test_a_step_is_recorded_at_its_third_call_where_launches_bind(step, replays):
-    faster = Replayed(step)  # on this GPU a launch is the work: they bind
-    for call in range(6):
-        assert torch.equal(faster(latent(call), 1 - call / 8), step(latent(call), 1 - call / 8))
-        assert (faster.replays, replays()) == (call >= 2, max(0, call - 1))
+def test_a_step_is_replayed_from_its_fifth_call_where_launches_bind(step, replays, takes):
+    assert calls(step)[0] == 2
+    assert replays() == 3  # one to compare
 
 
-@pytest.mark.parametrize(("launch", "recorded"), [(0.9, True), (0.7, False)])
-def test_nothing_is_recorded_where_the_gpu_is_what_binds(step, monkeypatch, launch, recorded):
-    binding(monkeypatch, launch, 1.0)
-    faster = Replayed(step)
-    for call in range(5):
-        faster(latent(call), 0.5)
-    assert faster.replays == recorded
+@pytest.mark.parametrize(("launch", "wanted"), [(0.81, 2), (0.79, 0)])
+def test_nothing_is_recorded_where_the_gpu_is_what_binds(step, takes, launch, wanted):
+    takes(launch)
+    made, why = calls(step)
+    assert made == wanted and (made or why == "launches do not hold the GPU up at this size")
 
 
-def test_a_step_that_waits_for_the_host_stays_as_it_is(step, replays):
-    def waits(target, sigma):
+def test_a_step_is_timed_when_the_gpu_has_nothing_else_to_do(step, takes, monkeypatch):
+    events = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: events.append("settled"))
+    monkeypatch.setattr(graph, "time", SimpleNamespace(perf_counter=lambda: events.append("clock") or 0.0))
+    faster = StepGraphs().of(lambda *a: events.append("step") or step(*a), lambda: True)
+    faster(latent(1), 0.5), faster(latent(1), 0.5)
+    assert events == ["step", "settled", "clock", "step", "clock", "settled", "clock"]
+
+
+def test_nothing_is_recorded_without_memory_for_it(step, takes):
+    assert calls(step, has_room=lambda: False) == (0, "no memory is free for a recorded step")
+
+
+def test_a_replay_that_gives_other_numbers_is_not_used(step, takes):
+    def frozen(target, sigma):  # as it was at the third call, whose numbers are right
+        return step(target, torch.full_like(sigma, 0.75) if isinstance(sigma, torch.Tensor) else sigma)
+
+    assert calls(frozen) == (0, "a replay gave other numbers than the step")
+
+
+@pytest.mark.parametrize("how", ["an answer for the host", "a tensor from RAM", "memory"])
+def test_what_cannot_be_recorded_ends_the_run_in_a_line(step, takes, how):
+    in_ram = torch.ones(6)
+
+    def bad(target, sigma):
+        if how == "memory" and isinstance(sigma, torch.Tensor):
+            raise torch.OutOfMemoryError("CUDA out of memory\nand a long story")
+        if how == "a tensor from RAM":
+            return step(target, sigma) * in_ram.to(CUDA)
         return step(target, sigma) * float(target.sum() > -1e9)
 
-    faster = Replayed(waits)
-    for call in range(5):
-        assert torch.equal(faster(latent(call), 0.5), step(latent(call), 0.5))
-    assert not faster.replays and not replays()
+    reason = "CUDA out of memory" if how == "memory" else ".*not permitted when stream is capturing"
+    with pytest.raises(UserError, match=rf"^CUDA cannot record a step \({reason}\); run without --cuda-graph$"):
+        calls(bad)
+    assert gc.isenabled()
 
 
-def test_a_step_that_reads_from_ram_stays_as_it_is(step):
-    in_ram = torch.ones(6)
-    faster = Replayed(lambda target, sigma: step(target, sigma) * in_ram.to(CUDA))
-    for call in range(5):
-        faster(latent(call), 0.5)
-    assert not faster.replays
-
-
-def test_a_replay_that_gives_other_numbers_is_not_used(step):
-    frozen = Replayed(lambda target, sigma: step(target, 0.5 if isinstance(sigma, torch.Tensor) else sigma))
-    for call in range(5):
-        assert torch.equal(frozen(latent(call), 0.3), step(latent(call), 0.3))
-    assert not frozen.replays
-
-
-def test_without_memory_for_it_steps_go_on(step, gpu, monkeypatch):
-    def full(*_):
-        raise torch.OutOfMemoryError("no")
-
-    monkeypatch.setattr(graph, "StepGraph", full)
-    faster = Replayed(step)
-    for call in range(5):
-        assert torch.equal(faster(latent(call), 0.5), step(latent(call), 0.5))
+def test_no_garbage_is_collected_within_a_recording(step):
+    seen = []
+    StepGraph(lambda *a: seen.append(gc.isenabled()) or step(*a), latent(1))
+    assert seen == [False] and gc.isenabled()
 
 
 # --- by the command line -------------------------------------------------------------------------------------------
@@ -140,17 +164,17 @@ def generate(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp8"])
-def test_a_run_replays_both_sides_of_the_guidance(generate, replays, dtype):
+def test_a_run_replays_both_sides_of_the_guidance(generate, replays, takes, dtype):
     on_gpu = ("--device", "cuda", "--dtype", dtype, "--steps", FEWEST_STEPS)
     with ram_gpu():
         wanted, _ = generate(*on_gpu)
         assert not replays()
         got, lines = generate(*on_gpu, "--cuda-graph")
-    assert replays() == 2 * (FEWEST_STEPS - 2) and not lines
+    assert replays() == 2 * (FEWEST_STEPS - 3) and not lines  # of each side all but three
     assert torch.equal(got, wanted)
 
 
-def test_graphs_are_gone_with_the_steps(generate, monkeypatch):
+def test_graphs_are_gone_with_the_steps(generate, takes, monkeypatch):
     made, alive = [], []
     new, decode = StepGraph.__init__, Pipeline._decode
     monkeypatch.setattr(StepGraph, "__init__", lambda self, *a: made.append(weakref.ref(self)) or new(self, *a))
@@ -160,10 +184,34 @@ def test_graphs_are_gone_with_the_steps(generate, monkeypatch):
     assert alive == [None, None]  # their memory is the VAE's then
 
 
+LATER = ("--device", "cuda", "--steps", 12)
+
+
 @pytest.mark.parametrize(
-    ("steps", "device", "why"), [(12, "cpu", "no GPU computes"), (11, "cuda", "it pays from 12 steps on")]
+    ("arguments", "why"),
+    [
+        (("--device", "cpu", "--steps", 12), "no GPU computes"),
+        (("--device", "cuda", "--steps", 11), "it pays from 12 steps on"),
+        ((*LATER, "--prefix-cache", "off"), "the prefix cache is off"),
+    ],
 )
-def test_a_graph_that_cannot_help_is_told(generate, replays, steps, device, why):
+def test_a_graph_that_cannot_help_is_told(generate, replays, takes, arguments, why):
     with ram_gpu():
-        _, (line,) = generate("--cuda-graph", "--steps", steps, "--device", device)
-    assert line.endswith(f"--cuda-graph is without effect: {why}") and not replays()
+        _, (line,) = generate("--cuda-graph", *arguments)
+    assert line == f"qwen21: warning: --cuda-graph is without effect: {why}" and not replays()
+
+
+def test_sage_is_not_recorded():
+    assert graph.without_effect(True, 40, True, "sage") and not graph.without_effect(True, 40, True, "auto")
+
+
+def test_a_run_that_replayed_nothing_says_why(generate, replays, takes, monkeypatch):
+    takes(0.5)
+    with ram_gpu():
+        _, (line,) = generate("--cuda-graph", *LATER)
+    assert line.endswith("--cuda-graph: no step was replayed, for launches do not hold the GPU up at this size")
+    takes(0.9)
+    monkeypatch.setattr(Branch, "_join", lambda *_: None)
+    with ram_gpu():
+        _, (line,) = generate("--cuda-graph", *LATER)
+    assert line.endswith("replayed, for no memory is free to lay the prefix out for all steps") and not replays()

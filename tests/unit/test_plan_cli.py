@@ -97,6 +97,15 @@ def test_a_place_on_a_gpu_that_is_not_there_is_said(plan, model, capsys):
     assert capsys.readouterr().err.startswith(warning)
 
 
+def test_what_a_run_would_say_of_its_speed_a_plan_says(plan):
+    assert plan("--cuda-graph")[2] == "qwen21: warning: --cuda-graph is without effect: no GPU computes\n"
+    assert plan("--cuda-graph", "--free", "24")[2] == ""
+    few = plan("--cuda-graph", "--free", "24", "--steps", "8")[2]
+    assert few.endswith("--cuda-graph is without effect: it pays from 12 steps on\n")
+    code, _, told = plan("--attention", "compiled", "--free", "24")
+    assert code == 2 and "attention compiled is for fp32 on a CPU" in told
+
+
 STRETCHED = "qwen21: warning: --init-image is stretched from 200x50 to {}; choose a --size of its shape\n"
 MASK = "qwen21: warning: --mask is stretched from 50x200 to 200x50, the shape of --init-image\n"
 SHAPES = {
