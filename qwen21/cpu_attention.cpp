@@ -15,6 +15,7 @@
 #include <new>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
 constexpr int WIDTH = 16, ROWS = 4, VECTORS = 4;
 // Held in a register, where the compiler would read it from memory for every row: that takes as long as multiplying.
 #define IN_REGISTER(x) asm("" : "+v"(x))
@@ -35,12 +36,19 @@ constexpr float LOWEST = std::numeric_limits<float>::lowest();
 #define FOR_VECTORS UNROLLED for (int j = 0; j < VECTORS; ++j)
 #define FOR_ROWS UNROLLED for (int r = 0; r < ROWS; ++r)
 
-static inline Vector larger(Vector a, Vector b) { return a > b ? a : b; }
+// b where either is NaN.
+static inline Vector larger(Vector a, Vector b) {
+#if defined(__AVX512F__)
+  return _mm512_max_ps(a, b);  // GCC makes a comparison and a choice of what is below
+#else
+  return a > b ? a : b;
+#endif
+}
 
 // 2 to the power of x <= 0: of the whole part by the exponent's bits, of the rest by a polynomial fitted over
 // [-1/2, 1/2], within 1e-7. What is below -126 counts as that; NaN stays NaN.
 static inline Vector power_of_two(Vector x) {
-  x = x < -126.f ? Vector{} - 126.f : x;
+  x = larger(Vector{} - 126.f, x);
   constexpr float BIASED = 12582912.f + 127.f;  // 1.5 * 2^23: the sum's last bits are x rounded, plus the bias
   const Vector sum = x + BIASED;
   const Vector rest = x - (sum - BIASED);
