@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .attention import AttentionFunction, sdpa
 from .cpu_attention import CpuAttention
-from .errors import UserError
+from .errors import UserError, first_line
 from .options import ATTENTIONS
 
 TIMINGS = 5
@@ -25,8 +25,6 @@ KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-
-
 COMPILED = "compiled"  # our own for a CPU
 ENOUGH = 512, 4096  # queries and keys to time on a CPU: all of an edit's would take minutes
 
@@ -58,7 +56,7 @@ def choose(
             attend = _kernel(name)
             _seconds(attend, shape, dtype, device, 1)
         except RuntimeError as error:
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
+            reason = first_line(error)
             raise UserError(f"attention {name} does not run here ({reason}); take auto or sdpa") from error
         return name, _unmasked(attend)
     if device.type == "cuda" and dtype != torch.float32:

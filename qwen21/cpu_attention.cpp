@@ -1,8 +1,8 @@
 // Softmax attention in fp32 on a CPU: no mask, keys in blocks, a running maximum (Dao et al., arXiv:2205.14135).
 //
-// A panel is so many queries that their columns fill a few vectors. Queries and what they attend to are held transposed,
-// a row for each of `dim` numbers; so keys and values are read where they lie, number by number, and softmax needs no
-// sum across a vector. The tile of sums stays in registers: `ROWS` times `VECTORS`, and vectors to multiply with.
+// A panel is so many queries that their columns fill a few vectors. Queries and what they attend to are held
+// transposed, a row for each of `dim` numbers; so keys and values are read where they lie, number by number, and softmax
+// needs no sum across a vector. The tile of sums stays in registers: `ROWS` times `VECTORS`, and vectors to multiply with.
 // A query's result does not depend on the others, on their number or on the number of threads. A weight is never quite
 // nothing, but 2^-126 of the largest.
 //
@@ -34,7 +34,6 @@ constexpr float LOWEST = std::numeric_limits<float>::lowest();
 
 #define UNROLLED _Pragma("GCC unroll 8")
 #define FOR_VECTORS UNROLLED for (int j = 0; j < VECTORS; ++j)
-#define FOR_ROWS UNROLLED for (int r = 0; r < ROWS; ++r)
 
 // b where either is NaN.
 static inline Vector larger(Vector a, Vector b) {
@@ -99,7 +98,10 @@ static __attribute__((noinline)) void gather(
     const float* values, int64_t row, const Vector* weights, int64_t n, const Vector (&shrink)[VECTORS], Vector* out) {
   Vector sums[ROWS][VECTORS];
   multiply<ROWS>(values, 1, row, weights, n, sums);
-  FOR_ROWS FOR_VECTORS out[r * VECTORS + j] = out[r * VECTORS + j] * shrink[j] + sums[r][j];
+  UNROLLED for (int r = 0; r < ROWS; ++r) FOR_VECTORS {
+    Vector& number = out[r * VECTORS + j];
+    number = number * shrink[j] + sums[r][j];
+  }
 }
 
 struct Panel {
@@ -150,7 +152,7 @@ struct Strided {
   int64_t batch, head, row;
 };
 
-// Every query over all keys. `dim` must be a multiple of four, `scale` has the base of exponents in it: log2(e) / sqrt(dim).
+// Every query over all keys. `dim` must be a multiple of four, `scale` has the exponents' base in it: log2(e) / sqrt(dim).
 extern "C" void attend(
     const Strided* q, const Strided* k, const Strided* v, const Strided* o,
     int64_t batch, int64_t heads, int64_t queries, int64_t keys, int64_t dim, float scale,

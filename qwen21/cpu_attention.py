@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .errors import first_line
+
 _FLAGS = ("-fno-unsafe-math-optimizations", "-ffp-contract=fast")  # sums as they are written, but fused with products
 _ROWS = 4  # that a head's dimension must be a multiple of
 
@@ -59,8 +61,7 @@ def _compile() -> ctypes.CDLL:
         source = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
         return CppCodeCache.load(source, extra_flags=_FLAGS)
     except Exception as error:  # of any kind: compilers fail in many ways
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        told = next((line for line in lines if "error:" in line), lines[0])
+        told = next((line for line in str(error).splitlines() if "error:" in line), first_line(error))
         raise RuntimeError(f"{told.strip()}; it takes a C++ compiler, such as g++") from error
 
 

@@ -1,4 +1,4 @@
-"""The one exception that users are meant to read."""
+"""The one exception that users are meant to read, and others' words for use in it."""
 
 
 class UserError(ValueError):
@@ -11,3 +11,8 @@ class UserError(ValueError):
 
 class Cancelled(Exception):
     """Raised by a `check_cancel` callback to stop a run between two steps or two blocks."""
+
+
+def first_line(error: BaseException) -> str:
+    """What another library's exception says in its first line, at most 200 characters; its type if it says nothing."""
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import UserError
+from .errors import UserError, first_line
 
 Step = Callable[[Tensor, Tensor | float], Tensor]  # target [B, C, h, w], sigma -> velocity [B, C, h, w]
 
@@ -66,8 +66,7 @@ class StepGraph:
             with _no_collection(), torch.cuda.stream(stream), torch.cuda.graph(self._graph, pool=pool):
                 self._velocity = step(self._target, self._sigma)
         except RuntimeError as error:
-            reason = next(iter(str(error).strip().splitlines()), type(error).__name__)[:200]
-            raise UserError(f"CUDA cannot record a step ({reason}); run without --cuda-graph") from error
+            raise UserError(f"CUDA cannot record a step ({first_line(error)}); run without --cuda-graph") from error
 
     def __call__(self, target: Tensor, sigma: Tensor | float) -> Tensor:
         """The velocity, until the next call."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from .checkpoint.quant import Fp8Rows, quantize_activations, quantize_rows
 from .config import DiTConfig
-from .errors import UserError
+from .errors import UserError, first_line
 from .rope import rotate
 
 FP16_MAX = 65504
@@ -119,10 +119,9 @@ class CompiledKernels(Kernels):
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of any kind: compilers fail in many ways
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(
-                f"torch.compile does not work here ({reason[:200]}); run without it, or install a C++ compiler (on "
-                "Debian g++) and for a GPU Triton"
+                f"torch.compile does not work here ({first_line(error)}); run without it, or install a C++ compiler "
+                "(on Debian g++) and for a GPU Triton"
             ) from error
         self.seconds = time.perf_counter() - started
 

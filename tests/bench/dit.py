@@ -191,7 +191,8 @@ def rows(size: Size, pairs: int, compiled: bool = False) -> Iterator[Row]:
         kernels = CompiledKernels()
         kernels.prepare(size.config, size.dtype, torch.device(size.device))
         pair.ours.kernels = kernels
-        shape = Shape(*(size.target[0] * size.target[1] * n for n in (1, 5)), size.config.heads, size.config.head_dim)
+        tokens = size.target[0] * size.target[1]
+        shape = Shape(tokens, 5 * tokens, size.config.heads, size.config.head_dim)  # as behind four references
         name, pair.ours.attend = choose("auto", shape, size.dtype, torch.device(size.device), may_compile=True)
         print(f"| compiled in {kernels.seconds:.1f} s; attention: {name} | | | |")
     for references in (0, 1, 2, 4):
