@@ -1,10 +1,10 @@
 // Softmax attention in fp32 on a CPU: no mask, keys in blocks, a running maximum (Dao et al., arXiv:2205.14135).
 //
 // A panel is so many queries that their columns fill a few vectors. Queries and what they attend to are held
-// transposed, a row for each of `dim` numbers; so keys and values are read where they lie, number by number, and softmax
-// needs no sum across a vector. The tile of sums stays in registers: `ROWS` times `VECTORS`, and vectors to multiply with.
-// A query's result does not depend on the others, on their number or on the number of threads. A weight is never quite
-// nothing, but 2^-126 of the largest.
+// transposed, a row for each of `dim` numbers; so keys and values are read where they lie, number by number, and
+// softmax needs no sum across a vector. The tile of sums, `ROWS` times `VECTORS`, stays in registers beside what it
+// multiplies. A query's result does not depend on the others, on their number or on the number of threads. A weight is
+// never quite nothing, but 2^-126 of the largest.
 //
 // For GCC and Clang. Written without PyTorch's headers, which would take most of the time to compile.
 
@@ -152,7 +152,7 @@ struct Strided {
   int64_t batch, head, row;
 };
 
-// Every query over all keys. `dim` must be a multiple of four, `scale` has the exponents' base in it: log2(e) / sqrt(dim).
+// Every query over all keys. `dim` must be a multiple of four, `scale` is log2(e) / sqrt(dim), for powers of two.
 extern "C" void attend(
     const Strided* q, const Strided* k, const Strided* v, const Strided* o,
     int64_t batch, int64_t heads, int64_t queries, int64_t keys, int64_t dim, float scale,
