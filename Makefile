@@ -7,11 +7,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
 INSTALLED := $(VENV)/.installed
 
-.PHONY: help demo test test-comfy lint clean
+.PHONY: help demo test test-speed test-comfy lint clean
 
 help:
 	@echo "make demo   run the bundled miniature and write its pictures to $(DEMO_OUT)/"
 	@echo "make test   run the tests"
+	@echo "make test-speed   time the transformer beside diffusers' (nothing may be much slower)"
 	@echo "make test-comfy   run the tests in a real ComfyUI; see COMFYUI_PYTHON and COMFYUI_PATH in tests/comfy"
 	@echo "make lint   check the style"
 	@echo "make clean  remove $(VENV) and $(DEMO_OUT)"
@@ -31,6 +32,10 @@ demo: $(INSTALLED)
 # Not `python -m pytest`: that puts this folder on sys.path, where nodes/ would shadow the nodes.py of ComfyUI.
 test: $(INSTALLED)
 	$(BIN)/pytest $(TESTS)
+
+# Clock times, so apart from the tests that are right or wrong.
+test-speed: $(INSTALLED)
+	$(BIN)/pytest tests/speed
 
 # In real ComfyUI: COMFYUI_PYTHON is an interpreter with ComfyUI's requirements, COMFYUI_PATH a checkout (~/ComfyUI).
 test-comfy: $(INSTALLED)

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .errors import UserError, first_line
 
-Step = Callable[[Tensor, Tensor | float], Tensor]  # target [B, C, h, w], sigma -> velocity [B, C, h, w]
+# target [B, C, h, w], sigma, and whatever tensors a step takes besides -> velocity [B, C, h, w]
+Step = Callable[..., Tensor]
 
 BINDING = 0.8  # of a step's time on the host, from which on launches hold the GPU up
 FEWEST_STEPS = 12  # an estimate: four go by before the first replay counts, and recording costs about two
@@ -43,9 +44,9 @@ class StepGraphs:
         """`step` behind one prefix, for one size. `has_room` tells whether its activations fit beside what is there."""
         return Replayed(step, self, has_room)
 
-    def record(self, step: Step, target: Tensor) -> StepGraph:
+    def record(self, step: Step, *given: Any, **named: Any) -> StepGraph:
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        return StepGraph(step, target, self._pool)
+        return StepGraph(step, *given, pool=self._pool, **named)
 
     def warnings(self) -> list[str]:
         """What to tell when the run is over."""
@@ -53,25 +54,40 @@ class StepGraphs:
 
 
 class StepGraph:
-    """A recorded step. Raises `UserError` where CUDA cannot record it: what was recorded until then may leave PyTorch's
-    memory in disorder, so nothing goes on from there."""
+    """A recorded step, replayed with the tensors of each call in the place of those that it was recorded with.
 
-    def __init__(self, step: Step, target: Tensor, pool: Any = None) -> None:
-        self._target = target.clone()
-        self._sigma = torch.zeros((), dtype=torch.float32, device=target.device)
+    Further arguments than target and sigma may be tensors, or lists, tuples and dicts of some; what else they hold is
+    recorded as it is. Raises `UserError` where CUDA cannot record the step: what was recorded until then may leave
+    PyTorch's memory in disorder, so nothing goes on from there.
+    """
+
+    def __init__(
+        self, step: Step, target: Tensor, sigma: Tensor | float = 0.0, *more: Any, pool: Any = None, **named: Any
+    ) -> None:
+        sigma = torch.as_tensor(sigma, dtype=torch.float32, device=target.device)
+        self._held = _cloned(((target, sigma, *more), named))
+        held, held_named = self._held
         self._graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(target.device)
         try:
             # The outer stream is for a recording that ends by an error: PyTorch then stays on its own.
             with _no_collection(), torch.cuda.stream(stream), torch.cuda.graph(self._graph, pool=pool):
-                self._velocity = step(self._target, self._sigma)
+                self._velocity = step(*held, **held_named)
         except RuntimeError as error:
             raise UserError(f"CUDA cannot record a step ({first_line(error)}); run without --cuda-graph") from error
 
-    def __call__(self, target: Tensor, sigma: Tensor | float) -> Tensor:
-        """The velocity, until the next call."""
-        self._target.copy_(target)
-        self._sigma.fill_(sigma)
+    def takes(self, *given: Any, **named: Any) -> bool:
+        """Whether arguments are those of the recording, but for what their tensors hold."""
+        held, leaves = _leaves(self._held), _leaves((given, named))
+        return len(held) == len(leaves) and all(map(_is_replaceable, held, leaves))
+
+    def __call__(self, *given: Any, **named: Any) -> Tensor:
+        """The velocity, until the next call, of arguments that `takes` accepts."""
+        for held, value in zip(_leaves(self._held), _leaves((given, named)), strict=True):
+            if isinstance(value, Tensor):
+                held.copy_(value)
+            elif isinstance(held, Tensor):
+                held.fill_(value)
         self._graph.replay()
         return self._velocity
 
@@ -88,52 +104,83 @@ class Replayed:
         self._graph: StepGraph | None = None
         self._call = Replayed._first  # not bound: a cycle would keep the graph's memory for a while after the run
 
-    def __call__(self, target: Tensor, sigma: Tensor | float) -> Tensor:
-        return self._call(self, target, sigma)
+    def __call__(self, *given: Any, **named: Any) -> Tensor:
+        return self._call(self, *given, **named)
 
-    def _first(self, target: Tensor, sigma: Tensor | float) -> Tensor:
+    def _first(self, *given: Any, **named: Any) -> Tensor:
         self._call = Replayed._timed
-        return self._plain(target, sigma)
+        return self._plain(*given, **named)
 
-    def _timed(self, target: Tensor, sigma: Tensor | float) -> Tensor:
-        torch.cuda.synchronize(target.device)
+    def _timed(self, *given: Any, **named: Any) -> Tensor:
+        torch.cuda.synchronize(given[0].device)
         started = time.perf_counter()
-        velocity = self._step(target, sigma)
+        velocity = self._step(*given, **named)
         launched = time.perf_counter() - started
-        torch.cuda.synchronize(target.device)
+        torch.cuda.synchronize(given[0].device)
         if launched > BINDING * (time.perf_counter() - started):
             self._call = Replayed._recorded
         else:
             self._stay("launches do not hold the GPU up at this size")
         return velocity
 
-    def _recorded(self, target: Tensor, sigma: Tensor | float) -> Tensor:
-        velocity = self._step(target, sigma)
+    def _recorded(self, *given: Any, **named: Any) -> Tensor:
+        velocity = self._step(*given, **named)
         if self._has_room():
-            self._graph = self._graphs.record(self._step, target)
+            self._graph = self._graphs.record(self._step, *given, **named)
             self._call = Replayed._proven
         else:
             self._stay("no memory is free for a recorded step")
         return velocity
 
-    def _proven(self, target: Tensor, sigma: Tensor | float) -> Tensor:
-        velocity = self._step(target, sigma)
-        if torch.equal(self._graph(target, sigma), velocity):
+    def _proven(self, *given: Any, **named: Any) -> Tensor:
+        velocity = self._step(*given, **named)
+        if not self._graph.takes(*given, **named):
+            return velocity
+        if torch.equal(self._graph(*given, **named), velocity):
             self._call = Replayed._replayed
         else:
             self._graph = None
             self._stay("a replay gave other numbers than the step")
         return velocity
 
-    def _replayed(self, target: Tensor, sigma: Tensor | float) -> Tensor:
+    def _replayed(self, *given: Any, **named: Any) -> Tensor:
+        if not self._graph.takes(*given, **named):  # such as one that is given only at some steps
+            return self._step(*given, **named)
         self._graphs.replays += 1
-        return self._graph(target, sigma)
+        return self._graph(*given, **named)
 
     def _stay(self, why: str) -> None:
         self._call, self._graphs.why_none = Replayed._plain, why
 
-    def _plain(self, target: Tensor, sigma: Tensor | float) -> Tensor:
-        return self._step(target, sigma)
+    def _plain(self, *given: Any, **named: Any) -> Tensor:
+        return self._step(*given, **named)
+
+
+def _cloned(value: Any) -> Any:
+    """`value` with a copy of each tensor within its lists, tuples and dicts."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, dict):
+        return {key: _cloned(each) for key, each in value.items()}
+    return type(value)(map(_cloned, value)) if isinstance(value, (list, tuple)) else value
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What lists, tuples and dicts hold that is none of these; keys of dicts too."""
+    if isinstance(value, dict):
+        value = [part for item in sorted(value.items()) for part in item]
+    elif not isinstance(value, (list, tuple)):
+        return [value]
+    return [leaf for each in value for leaf in _leaves(each)]
+
+
+def _is_replaceable(held: Any, value: Any) -> bool:
+    """Whether `value` may take the place of `held`: a tensor of its shape, a number for a scalar, or an equal value."""
+    if isinstance(held, Tensor) and isinstance(value, Tensor):
+        return held.shape == value.shape and held.dtype == value.dtype
+    if isinstance(held, Tensor):
+        return held.ndim == 0 and isinstance(value, (int, float))
+    return not isinstance(value, Tensor) and bool(held == value)
 
 
 @contextmanager

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
+import contextlib
 import json
 import re
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -14,17 +12,33 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from websockets.server import ServerProtocol
 
-def frame(payload: bytes | str, opcode: int | None = None, last: bool = True) -> bytes:
-    """An unmasked frame, as servers send it."""
-    code = opcode if opcode is not None else (1 if isinstance(payload, str) else 2)
-    data = payload.encode() if isinstance(payload, str) else payload
-    head = bytes([(0x80 if last else 0) | code])
-    if len(data) < 126:
-        return head + bytes([len(data)]) + data
-    if len(data) < 1 << 16:
-        return head + struct.pack(">BH", 126, len(data)) + data
-    return head + struct.pack(">BQ", 127, len(data)) + data
+
+class _Listener:
+    """A client's WebSocket: the protocol is the package websockets', the connection that of the HTTP request."""
+
+    def __init__(self, connection: Any, request: bytes) -> None:
+        self.connection, self.request, self._protocol = connection, request, ServerProtocol()
+        self._protocol.receive_data(request)
+        self._protocol.send_response(self._protocol.accept(self._protocol.events_received()[0]))
+        self.connection.sendall(b"".join(self._protocol.data_to_send()))
+
+    def send(self, message: str | bytes) -> None:
+        self.connection.sendall(self.framed(message))
+
+    def framed(self, message: str | bytes) -> bytes:
+        """The bytes of a message as they go over the wire."""
+        if isinstance(message, str):
+            self._protocol.send_text(message.encode())
+        else:
+            self._protocol.send_binary(message)
+        return b"".join(self._protocol.data_to_send())
+
+    def close(self) -> None:
+        self._protocol.send_close()
+        self.connection.sendall(b"".join(self._protocol.data_to_send()))
+        self.connection.shutdown(2)
 
 
 class _QuietServer(ThreadingHTTPServer):
@@ -50,7 +64,7 @@ class FakeComfy:
         self.has_socket = self.is_comfy = True
         self.running: list[str] = []
         self.entries: dict[str, Any] = {}
-        self.connections: list[Any] = []
+        self.listeners: list[_Listener] = []
         self._httpd = _QuietServer(("127.0.0.1", 0), _handler(self))
         self._httpd.daemon_threads = True
 
@@ -78,13 +92,13 @@ class FakeComfy:
             self.running.clear()  # a client must not wait for it
             raise
 
-    def send(self, data: bytes) -> None:
-        for connection in self.connections:
-            connection.sendall(data)
+    def send(self, message: str | bytes) -> None:
+        for listener in self.listeners:
+            listener.send(message)
 
     def tell(self, kind: str, **data: Any) -> None:
         """A message about the workflow that runs."""
-        self.send(frame(json.dumps({"type": kind, "data": {"prompt_id": self.prompt_id, **data}})))
+        self.send(json.dumps({"type": kind, "data": {"prompt_id": self.prompt_id, **data}}))
 
     def finish(self, outputs: dict[str, Any] | None = None, error: dict[str, Any] | None = None, told: bool = True):
         """As ComfyUI: success is told, then the history is written, then the last `executing` is told."""
@@ -99,13 +113,10 @@ class FakeComfy:
             self.tell("executing", node=None)
 
     def hang_up(self) -> None:
-        for connection in self.connections:
-            try:
-                connection.sendall(frame(b"", 8))
-                connection.shutdown(2)
-            except OSError:
-                pass
-        self.connections.clear()
+        for listener in self.listeners:
+            with contextlib.suppress(OSError):
+                listener.close()
+        self.listeners.clear()
 
 
 def _handler(fake: FakeComfy) -> type[BaseHTTPRequestHandler]:
@@ -167,20 +178,13 @@ def _handler(fake: FakeComfy) -> type[BaseHTTPRequestHandler]:
             if not fake.has_socket:
                 self.answer(b"no", 404)
                 return
-            key = self.headers["Sec-WebSocket-Key"].encode()
-            accept = hashlib.sha1(key + b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11").digest()
-            self.send_response(101)
-            self.send_header("Upgrade", "websocket")
-            self.send_header("Connection", "Upgrade")
-            self.send_header("Sec-WebSocket-Accept", base64.b64encode(accept).decode())
-            self.end_headers()
-            self.wfile.flush()
-            fake.connections.append(self.connection)
-            fake.connections[-1].sendall(frame(json.dumps({"type": "status", "data": {"sid": "x"}})))
+            listener = _Listener(self.connection, f"{self.requestline}\n{self.headers}".replace("\n", "\r\n").encode())
+            fake.listeners.append(listener)
+            listener.send(json.dumps({"type": "status", "data": {"sid": "x"}}))
             while self.connection.recv(4096):  # until the client is gone
                 pass
-            if self.connection in fake.connections:
-                fake.connections.remove(self.connection)
+            if listener in fake.listeners:
+                fake.listeners.remove(listener)
             self.close_connection = True
 
     return Handler

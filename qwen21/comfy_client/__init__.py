@@ -1,1 +1,1 @@
-"""Running workflows on a ComfyUI somewhere else, over HTTP, with the standard library alone."""
+"""Running workflows on a ComfyUI somewhere else, over HTTP; its messages need the package websocket-client."""

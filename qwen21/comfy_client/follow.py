@@ -7,8 +7,8 @@ import time
 from typing import Any, Protocol
 
 from ..errors import UserError
+from .messages import Closed, Messages
 from .server import Server, ServerError
-from .websocket import Closed, WebSocket
 from .workflow import Workflow
 
 TICK = 0.5  # seconds; how long one wait lasts
@@ -27,7 +27,7 @@ class Bar(Protocol):
 class Follower:
     """Follows one workflow to its end. `errors` are the lines of nodes that failed."""
 
-    def __init__(self, server: Server, socket: WebSocket | None, workflow: Workflow, prompt_id: str, bar: Bar) -> None:
+    def __init__(self, server: Server, socket: Messages | None, workflow: Workflow, prompt_id: str, bar: Bar) -> None:
         self._server, self._socket = server, socket
         self._workflow, self._prompt_id, self._bar = workflow, prompt_id, bar
         self.errors: list[str] = []

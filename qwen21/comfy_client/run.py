@@ -16,11 +16,16 @@ from typing import Any
 from ..errors import UserError
 from ..writing import write_new
 from .follow import Follower
+from .messages import can_listen
 from .server import Server, ServerError
 from .workflow import Workflow
 
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
+UNHEARD = (
+    "without the package websocket-client neither the run's steps nor outputs that ComfyUI blocks are seen; "
+    "pip install websocket-client"
+)
 LONGEST_DETAIL = 300  # characters; a combo's list of values can be longer than a screen
 
 
@@ -68,8 +73,11 @@ def _run(job: Job, server: Server, workflow: Workflow, prompt_id: str, progress_
     client_id = uuid.uuid4().hex
     with contextlib.ExitStack() as stack:
         socket = None
-        with contextlib.suppress(OSError):  # without it the server is asked from time to time
-            socket = stack.enter_context(server.listen(client_id))
+        if can_listen():
+            with contextlib.suppress(OSError):  # without it the server is asked from time to time
+                socket = stack.enter_context(server.listen(client_id))
+        else:
+            print(f"qwen21: warning: {UNHEARD}", file=sys.stderr)
         answer = server.post(workflow.nodes, client_id, prompt_id)
         if answer.get("error") or answer.get("node_errors"):
             server.cancel(prompt_id)  # with one sound output among broken ones the server runs that one

@@ -13,7 +13,7 @@ from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 from ..errors import UserError
-from .websocket import WebSocket
+from .messages import Messages
 
 TIMEOUT = 60.0  # seconds; a server that loads a model answers late
 CANCEL_TIMEOUT = 5.0
@@ -45,13 +45,17 @@ class Server:
         if "queue_running" not in self._json("GET", "/queue"):
             raise UserError(f"{self.url}: no ComfyUI answers there; give the address that its log shows")
 
-    def listen(self, client_id: str) -> WebSocket:
-        """The messages to `client_id`. Raises OSError where no WebSocket gets through, e.g. a proxy that has none."""
+    def listen(self, client_id: str) -> Messages:
+        """The messages to `client_id`. Raises OSError where no WebSocket gets through, e.g. a proxy that has none.
+
+        Needs the package websocket-client, see `can_listen`.
+        """
         connection = socket.create_connection((self._host, self._port), TIMEOUT)
         if self._tls:
             connection = ssl.create_default_context().wrap_socket(connection, server_hostname=self._host)
         host = f"[{self._host}]" if ":" in self._host else self._host
-        return WebSocket(connection, f"{host}:{self._port}", f"{self._prefix}/ws?clientId={quote(client_id)}")
+        address = f"{'wss' if self._tls else 'ws'}://{host}:{self._port}{self._prefix}/ws?clientId={quote(client_id)}"
+        return Messages(connection, address)
 
     def inputs_of(self, class_type: str) -> list[str]:
         """Names of all inputs of a node class, empty if the server has no such class."""

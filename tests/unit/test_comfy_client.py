@@ -16,7 +16,7 @@ from qwen21.cli import main
 from qwen21.comfy_client import follow
 from qwen21.comfy_client.run import safe_name
 from qwen21.comfy_client.workflow import Workflow
-from tests.fake_comfy import FakeComfy, frame
+from tests.fake_comfy import FakeComfy
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = {
@@ -59,7 +59,7 @@ def test_a_run_that_works(run, tmp_path):
         fake.tell("executing", node="3")
         for step in (0, 1, 2):
             fake.tell("progress", value=step, max=2, node="3")
-            fake.send(frame(b"\0\0\0\1" + bytes(70000)))  # a preview
+            fake.send(b"\0\0\0\1" + bytes(70000))  # a preview
         fake.tell("progress", value=5, max=5, node="3", prompt_id="somebody else's")
         outputs = {"9": {"images": [image("a_00001_.png"), image("b.png", subfolder="s/t", type="temp")]}}
         fake.finish({**outputs, "3": {"text": ["a report"], "animated": [True], "audio": [image("c.flac")]}})

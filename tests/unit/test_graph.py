@@ -90,6 +90,41 @@ def test_a_recorded_step_is_the_step_for_every_latent_and_level(step):
     assert torch.equal(first, latent(1))  # the caller's is not what is overwritten
 
 
+def test_every_tensor_of_a_call_takes_the_place_of_a_recorded_one(step):
+    """Residuals that a later call brings, by position, by name or in a list, are those that its replay adds."""
+
+    def controlled(target, sigma, residual, control=(), gains=None):
+        return step(target, sigma) + residual + sum(control) + gains["all"]
+
+    def more(seed):
+        return (latent(seed),), {"control": [latent(seed + 1), latent(seed + 2)], "gains": {"all": latent(seed + 3)}}
+
+    first, named = more(10)
+    recorded = StepGraph(controlled, latent(1), 1.0, *first, **named)
+    for seed in (20, 30):
+        given, named = more(seed)
+        wanted = step(latent(seed), 0.5) + latent(seed) + (latent(seed + 1) + latent(seed + 2)) + latent(seed + 3)
+        got = recorded(latent(seed), 0.5, *given, **named)
+        assert torch.allclose(got, wanted, atol=1e-6) and recorded.takes(latent(1), 0.5, *given, **named)
+    given, named = more(10)
+    assert not recorded.takes(latent(1), 0.5, *given)
+    assert not recorded.takes(latent(1), 0.5, *given, **{**named, "control": named["control"][:1]})
+    assert not recorded.takes(latent(1)[:1], 0.5, *given, **named)
+
+
+def test_a_step_with_arguments_of_its_own_is_not_replayed(step, replays, takes):
+    """A residual that some steps lack, or a strength that changes, would be replayed as it was recorded."""
+
+    def controlled(target, sigma, strength=1.0, residual=None):
+        return step(target, sigma) * strength + (0 if residual is None else residual)
+
+    graphs, added = StepGraphs(), {"residual": latent(9)}
+    faster = graphs.of(controlled, lambda: True)
+    for call, named in enumerate([added] * 5 + [{}, {**added, "strength": 0.5}, {"residual": latent(8)}]):
+        assert torch.equal(faster(latent(call), 0.5, **named), controlled(latent(call), 0.5, **named))
+    assert graphs.replays == 2
+
+
 def test_a_step_is_replayed_from_its_fifth_call_where_launches_bind(step, replays, takes):
     assert calls(step)[0] == 2
     assert replays() == 3  # one to compare
@@ -177,7 +212,7 @@ def test_a_run_replays_both_sides_of_the_guidance(generate, replays, takes, dtyp
 def test_graphs_are_gone_with_the_steps(generate, takes, monkeypatch):
     made, alive = [], []
     new, decode = StepGraph.__init__, Pipeline._decode
-    monkeypatch.setattr(StepGraph, "__init__", lambda self, *a: made.append(weakref.ref(self)) or new(self, *a))
+    monkeypatch.setattr(StepGraph, "__init__", lambda *a, **k: made.append(weakref.ref(a[0])) or new(*a, **k))
     monkeypatch.setattr(Pipeline, "_decode", lambda *a: alive.extend(each() for each in made) or decode(*a))
     with ram_gpu():
         generate("--device", "cuda", "--steps", FEWEST_STEPS, "--cuda-graph")

@@ -201,7 +201,7 @@ def _requirements(name: str) -> list[str]:
 
 def test_requirements_are_bare_names():
     """A torch pin has replaced people's CUDA builds."""
-    wanted = ["torch", "safetensors", "transformers>=4.57", "einops", "pillow", "numpy"]
+    wanted = ["torch", "safetensors", "transformers>=4.57", "einops", "pillow", "numpy", "psutil"]
     assert _requirements("requirements.txt") == wanted
 
 

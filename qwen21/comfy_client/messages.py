@@ -1,0 +1,58 @@
+"""The messages that a ComfyUI server sends while it works, where the package websocket-client is installed."""
+
+from __future__ import annotations
+
+import socket
+
+
+def can_listen() -> bool:
+    """Whether the package websocket-client is installed."""
+    try:
+        import websocket  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+class Closed(ConnectionError):
+    """The server ended the connection, broke the protocol, or never spoke it."""
+
+
+class Messages:
+    """A WebSocket that only listens; pings are answered. Use it as a context."""
+
+    def __init__(self, connection: socket.socket, address: str) -> None:
+        """Shakes hands over `connection` with `address` (ws://...). Raises `Closed` when no WebSocket answers there.
+
+        The connection is the caller's to make, for websocket-client would go through proxies of the environment. No
+        Origin is sent, because ComfyUI compares it with the Host.
+        """
+        import websocket
+
+        self._errors = (OSError, ValueError, websocket.WebSocketException)
+        self._timed_out = websocket.WebSocketTimeoutException
+        options = {"suppress_origin": True, "redirect_limit": 0}
+        try:
+            self._socket = websocket.create_connection(address, connection.gettimeout(), socket=connection, **options)
+        except self._errors as error:
+            connection.close()
+            raise Closed(str(error)) from error
+
+    def __enter__(self) -> Messages:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.shutdown()  # `close` would wait for the server's answer
+
+    def receive(self, timeout: float) -> str | bytes | None:
+        """The next message, text or binary; None when none is complete after `timeout` seconds of silence."""
+        self._socket.settimeout(timeout)
+        try:
+            message = self._socket.recv()
+        except self._timed_out:
+            return None
+        except self._errors as error:
+            raise Closed(str(error)) from error
+        if not self._socket.connected:
+            raise Closed("the server closed the connection")
+        return message
