@@ -251,7 +251,6 @@ class Pipeline:
 
     def _network(self, name: str) -> Any:
         if name not in self._loaded:
-            made_by = self._made_by(name)
             dtype = self._vae_dtype if name == "vae" else self.dtype
             part = getattr(self.files, name)
             self._make_room(memory.weight_bytes(part, dtype, self.fp8))
@@ -260,7 +259,7 @@ class Pipeline:
                 apply_loras(network, self.loras)
                 if self.fuses:
                     fuse(network)
-            self._loaded[name] = network, made_by
+            self._loaded[name] = network, self._made_with(name, network.made_of)
         return self._loaded[name][0]
 
     def _release(self, name: str) -> None:
@@ -273,10 +272,10 @@ class Pipeline:
         """A name of a network's weights and dtype: as loaded, else as its files are now."""
         if name in self._loaded:
             return self._loaded[name][1]
-        checkpoint = getattr(self.files, name).checkpoint
-        found = [file.stat() for file in checkpoint.files]
-        stamps = [(stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in found]
-        return f"{checkpoint.fingerprint} {stamps} {self._vae_dtype if name == 'vae' else self.dtype} {self.fp8}"
+        return self._made_with(name, getattr(self.files, name).stamp())
+
+    def _made_with(self, name: str, stamp: str) -> str:
+        return f"{stamp} {self._vae_dtype if name == 'vae' else self.dtype} {self.fp8}"
 
     def warnings(self, plan: Plan) -> list[str]:
         """What of a plan, of the LoRAs or of the prefix's place was not as asked."""

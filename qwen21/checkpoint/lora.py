@@ -21,8 +21,8 @@ from torch import Tensor
 from ..checked import flag, printable, short, table
 from ..config import DiTConfig
 from ..errors import UserError
-from .detect import identify
-from .files import Checkpoint, Reader, blaming, is_file, open_checkpoint, read_json
+from .detect import identify, is_pdd, open_named
+from .files import Checkpoint, Reader, blaming, is_file, read_json
 from .lora_keys import KINDS, Entry, KeyMap, is_lora, layer_kind, map_keys, other_adapter
 
 METADATA = "lora_adapter_metadata"
@@ -122,7 +122,7 @@ def find_lora(path: Path | str, config: DiTConfig) -> LoraFile:
     Raises `UserError` where the file is no LoRA, or is for another model. Layers it names that the transformer lacks
     are kept as unmatched.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_named(path)
     with blaming(checkpoint.path):
         _require_lora(checkpoint)
         return LoraFile(checkpoint, map_keys(checkpoint.tensors, config), _header_scales(checkpoint))
@@ -179,6 +179,9 @@ def fuse(gate: Adapter, proj: Adapter) -> Adapter:
 
 
 def _require_lora(checkpoint: Checkpoint) -> None:
+    if is_pdd(checkpoint):
+        what = identify(checkpoint).title
+        raise UserError(f"this is {what}; take another LoRA for few steps, such as Turbo's, or the Turbo model")
     if is_lora(checkpoint.tensors):
         return
     other = other_adapter(checkpoint.tensors)
