@@ -34,6 +34,7 @@ from .prefix.placement import RAM, without_effect
 from .prompt import layout_tokens
 from .request import Plan, Request, make_plan
 from .sampler import Start, draw_noise, sample
+from .schedule import turbo_warnings
 
 if TYPE_CHECKING:
     from .checkpoint.quant import Fp8
@@ -279,8 +280,10 @@ class Pipeline:
 
     def warnings(self, plan: Plan) -> list[str]:
         """What of a plan, of the LoRAs or of the prefix's place was not as asked."""
+        turbo = [(lora.name, lora.turbo) for lora, strength in self.loras if strength and lora.turbo]
+        unfit = turbo_warnings(plan.schedule.kind, plan.schedule.steps, 1.0, turbo)
         vain = [*without_effect(self.kv_device, self.device.type != "cpu"), *self._graphs_in_vain(plan)]
-        return [*plan.warnings, *(line for lora, _ in self.loras for line in lora.warnings), *vain]
+        return [*plan.warnings, *unfit, *(line for lora, _ in self.loras for line in lora.warnings), *vain]
 
     def _graphs_in_vain(self, plan: Plan) -> list[str]:
         """Why a run that shall record steps will not."""

@@ -24,7 +24,7 @@ from ...qwen21.dit import DiT
 from ...qwen21.errors import UserError
 from ...qwen21.memory import working_bytes
 from ...qwen21.prefix import Prefix
-from ...qwen21.schedule import is_run_of, official_grid, turbo_sigmas
+from ...qwen21.schedule import is_run_of, official_grid, turbo_sigmas, turbo_warnings
 from ..common import require_pictures
 from .condition import Condition, condition_of
 from .host import COMPUTES, check_cancel, precision, stored_as, transformer_cast
@@ -295,6 +295,7 @@ def _use_official_grid(executor: Any, noise: Tensor, latent_image: Tensor, sampl
     else:
         log.info("Qwen-Image 2.1: the simple grid became the %s schedule", "Turbo" if patcher.model.turbo else "base")
         sigmas = official
+        _warn_of_turbo(patcher, len(sigmas) - 1, getattr(executor.class_obj, "cfg", 1.0))
     if isinstance(patcher.model, Qwen21Model):
         patcher.model.prefix_store.begin(patcher)
     try:
@@ -303,6 +304,14 @@ def _use_official_grid(executor: Any, noise: Tensor, latent_image: Tensor, sampl
         note_reuse(executor.class_obj)
         if isinstance(patcher.model, Qwen21Model):
             patcher.model.prefix_store.begin(None)
+
+
+def _warn_of_turbo(patcher: Any, steps: int, cfg: float) -> None:
+    """Log where the released schedule does not fit the MODEL's LoRAs, or `cfg` the schedule."""
+    from .lora import turbo_loras
+
+    for line in turbo_warnings("turbo" if patcher.model.turbo else "base", steps, cfg, turbo_loras(patcher)):
+        log.warning("Qwen-Image 2.1: %s", line)
 
 
 def _end_run(patcher: Any) -> None:

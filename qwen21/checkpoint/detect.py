@@ -126,6 +126,18 @@ def _adapter(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
     return Identity("lora", TITLES["lora"])
 
 
+def turbo_told(checkpoint: Checkpoint) -> str:
+    """What says that a LoRA is Turbo's: its header, else its file's name, which is a hint; empty if nothing does.
+
+    A header's names of the model it was trained on say nothing: a LoRA trained on Turbo is not one that makes Turbo.
+    """
+    for key, value in checkpoint.metadata.items():
+        named = any(word in key.lower() for word in ("name", "title", "type", "schedule"))
+        if named and not any(word in key.lower() for word in ("base", "sd_model")) and "turbo" in value.lower():
+            return f"its header's {printable(key)}"
+    return "its name alone (a hint)" if "turbo" in checkpoint.path.name.lower() else ""
+
+
 def is_pdd(checkpoint: Checkpoint) -> bool:
     """Whether a file says so in its header or by its names, or has several output layers as one tensor."""
     tensors = checkpoint.tensors

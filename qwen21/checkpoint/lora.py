@@ -21,7 +21,7 @@ from torch import Tensor
 from ..checked import flag, printable, short, table
 from ..config import DiTConfig
 from ..errors import UserError
-from .detect import identify, is_pdd, open_named
+from .detect import identify, is_pdd, open_named, turbo_told
 from .files import Checkpoint, Reader, blaming, is_file, read_json
 from .lora_keys import KINDS, Entry, KeyMap, is_lora, layer_kind, map_keys, other_adapter
 
@@ -72,6 +72,7 @@ class Lora:
     adapters: Mapping[str, Adapter]
     unmatched: tuple[str, ...]
     digest: str
+    turbo: str = ""  # what says that it makes a base model Turbo, if anything does
 
     @property
     def matched(self) -> dict[str, int]:
@@ -96,7 +97,15 @@ class LoraFile:
     def warnings(self) -> tuple[str, ...]:
         """Those of the `Lora` that it holds."""
         layers = [layer for entry in self.keys.entries for layer in entry.target.layers]
-        return _partial_use(self.checkpoint.path.name, layers, self.keys.unmatched)
+        return _partial_use(self.name, layers, self.keys.unmatched)
+
+    @property
+    def name(self) -> str:
+        return self.checkpoint.path.name
+
+    @property
+    def turbo(self) -> str:
+        return turbo_told(self.checkpoint)
 
 
 def _counts(layers: Iterable[str]) -> dict[str, int]:
@@ -143,7 +152,7 @@ def read_lora(path: Path | str, config: DiTConfig) -> Lora:
             raise UserError("its every lora_B is zero, so it changes nothing; it was saved before any training")
         if not any(adapter.scale for adapter in adapters.values()):
             raise UserError("its every alpha is zero, so it changes nothing; get the file again")
-    return Lora(checkpoint.path.name, adapters, keys.unmatched, _digest(adapters))
+    return Lora(checkpoint.path.name, adapters, keys.unmatched, _digest(adapters), turbo_told(checkpoint))
 
 
 def split(fused: Adapter) -> tuple[Adapter, Adapter]:
