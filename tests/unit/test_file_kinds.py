@@ -79,6 +79,15 @@ def test_markers_in_the_header_name_layers_under_any_wrapper(singles, tmp_path):
         assert find_dit(path).identity.packings[f"net.{layer}.weight"].group == 256
 
 
+@pytest.mark.parametrize("prefix", WRAPPERS)
+def test_a_lora_of_such_a_model_is_the_same_lora(tmp_path, prefix):
+    paths = [tmp_path / "plain.safetensors", tmp_path / "wrapped.safetensors"]
+    plain = loras.tensors(loras.make(1), "bare")
+    save_file(plain, paths[0])
+    save_file({prefix + name: tensor for name, tensor in plain.items()}, paths[1])
+    assert len({read_lora(path, loras.CONFIG).digest for path in paths}) == 1
+
+
 # --- files of other kinds ------------------------------------------------------------------------------------------
 
 LENGTHS = [n for magic in STRANGERS if 2 <= (n := int.from_bytes(magic[:8], "little")) <= 1e8]

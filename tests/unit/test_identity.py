@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import struct
+from dataclasses import replace
 
 import pytest
 import torch
@@ -47,26 +48,26 @@ def spans(path):
 
 @pytest.mark.parametrize("slot", ["dit", "encoder", "vae"])
 def test_every_tensor_changed_alone_is_another_network(singles, tmp_path, sampled, slot):
-    """Under the same name and under another, where samples of the contents see nothing of it."""
-    path = tmp_path / singles[slot].name
-    shutil.copyfile(singles[slot], path)
-    part, seen, unsampled = open_checkpoint(path), set(), 0
-    first = part.stamp()
+    """Under the same name, its time kept, and under another; where samples of the contents see nothing of it."""
+    path, other = (shutil.copyfile(singles[slot], tmp_path / name) for name in ("same", "other"))
+    part = open_checkpoint(path)
+    seen, sampled_digest, unseen = {part.stamp()}, contents.digest_of(path), 0
     for i, (name, (start, stop)) in enumerate(sorted(spans(path).items())):
-        where = path if i % 2 else shutil.copyfile(path, tmp_path / f"other{i}.safetensors")
-        with where.open("r+b") as stream:
-            stream.seek((start + stop) // 2 // 4 * 4)
-            value = struct.unpack("<f", stream.read(4))[0]
-            stream.seek(-4, os.SEEK_CUR)
-            stream.write(struct.pack("<f", value * 1.7 + 1))
-        os.utime(where, ns=(1, 1))  # as tools that keep a file's time do
-        other = open_checkpoint(where)
-        unsampled += other.fingerprint == part.fingerprint
-        assert other.stamp() not in seen | {first}, name
-        seen.add(other.stamp())
-        if where != path:
-            where.unlink()
-    assert unsampled or slot == "vae"  # the tiny VAE is smaller than its samples
+        other = other.rename(tmp_path / f"other{i}")
+        for file in (path, other):
+            with file.open("r+b") as stream:
+                stream.seek(start + (stop - start) // 8 * 4)
+                value = struct.unpack("<f", stream.read(4))[0]
+                stream.seek(-4, os.SEEK_CUR)
+                stream.write(struct.pack("<f", value * 1.7 + 1))
+            os.utime(file, ns=(1, 1))  # as tools that keep a file's time do
+            stamp = replace(part, files=(file,)).stamp()
+            assert stamp not in seen, name
+            seen.add(stamp)
+        digest = contents.digest_of(path)
+        unseen += digest == sampled_digest
+        sampled_digest = digest
+    assert unseen or slot == "vae"  # the tiny VAE is smaller than its samples
 
 
 def test_the_same_file_keeps_its_identity(singles, tmp_path, sampled):
