@@ -28,7 +28,7 @@ def nested(comfy):
         place.mkdir(parents=True, exist_ok=True)
         (place / name).write_bytes((comfy.models / folder / name).read_bytes())
         tokenizer = (comfy.models / folder / name).with_suffix("")
-        if tokenizer.is_dir():
+        if tokenizer.is_dir() and not (place / tokenizer.name).exists():  # the installations share the folder
             (place / tokenizer.name).symlink_to(tokenizer)
     place = comfy.models / "loras" / "Qwen"
     place.mkdir(exist_ok=True)
