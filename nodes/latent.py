@@ -1,11 +1,15 @@
 """Canvases and schedules."""
 
+import logging
+
 import torch
 from comfy_api.latest import io
 
 from ..qwen21.config import LATENT_PIXELS, SIZE_MULTIPLE
 from ..qwen21.options import SCHEDULES
 from .common import CATEGORY, batch_input, check_choices, size_inputs
+
+log = logging.getLogger(__name__)
 
 
 class Qwen21EmptyLatent(io.ComfyNode):
@@ -69,7 +73,8 @@ class Qwen21Schedule(io.ComfyNode):
 
     @classmethod
     def execute(cls, schedule, steps, denoise, width, height, model=None, latent=None):
-        from ..qwen21.schedule import make_schedule
+        from ..qwen21.schedule import make_schedule, turbo_warnings
+        from .bridge.lora import turbo_loras
         from .sample import resolve_schedule
 
         check_choices(schedule=(schedule, SCHEDULES))
@@ -78,4 +83,7 @@ class Qwen21Schedule(io.ComfyNode):
             tokens = latent["samples"].shape[-1] * latent["samples"].shape[-2]
         kind, config = resolve_schedule(schedule, model)
         steps = None if kind == "turbo" else steps
-        return io.NodeOutput(make_schedule(kind, tokens, steps=steps, denoise=denoise, config=config).sigmas)
+        chosen = make_schedule(kind, tokens, steps=steps, denoise=denoise, config=config)
+        for line in turbo_warnings(kind, chosen.steps, 1.0, turbo_loras(model)):
+            log.warning("Qwen-Image 2.1: %s", line)
+        return io.NodeOutput(chosen.sigmas)

@@ -58,9 +58,7 @@ class Qwen21LoadDiT(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, file):
-        return (
-            True if file in host.choices("dit") else f"{file!r} is not in models/diffusion_models or models/diffusers"
-        )
+        return True if host.listed("dit", file) else f"{file!r} is not in models/diffusion_models or models/diffusers"
 
     @classmethod
     def execute(cls, file, dtype, keep=""):
@@ -103,9 +101,7 @@ class Qwen21LoadEncoder(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, file):
-        return (
-            True if file in host.choices("encoder") else f"{file!r} is not in models/text_encoders or models/diffusers"
-        )
+        return True if host.listed("encoder", file) else f"{file!r} is not in models/text_encoders or models/diffusers"
 
     @classmethod
     def execute(cls, file, dtype, device, keep=""):
@@ -152,7 +148,7 @@ class Qwen21LoadVAE(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, file):
-        return True if file in host.choices("vae") else f"{file!r} is not in models/vae or models/diffusers"
+        return True if host.listed("vae", file) else f"{file!r} is not in models/vae or models/diffusers"
 
     @classmethod
     def execute(cls, file, dtype, alpha):

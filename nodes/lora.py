@@ -44,7 +44,7 @@ class Qwen21LoadLoRA(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, file):
-        return True if file in host.choices("lora") else f"{file!r} is not in models/loras"
+        return True if host.listed("lora", file) else f"{file!r} is not in models/loras"
 
     @classmethod
     def execute(cls, base_model, file, strength):

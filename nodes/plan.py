@@ -65,7 +65,7 @@ class Qwen21MemoryPlan(io.ComfyNode):
     @classmethod
     def validate_inputs(cls, transformer, encoder, vae):
         chosen = {"dit": transformer, "encoder": encoder, "vae": vae}
-        strange = [choice for slot, choice in chosen.items() if choice not in host.choices(slot)]
+        strange = [choice for slot, choice in chosen.items() if not host.listed(slot, choice)]
         return f"{strange[0]!r} is not among ComfyUI's model files" if strange else True
 
     @classmethod

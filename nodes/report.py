@@ -3,7 +3,8 @@
 from ..qwen21.manifest import library_versions
 from ..qwen21.mini import size_warning
 from ..qwen21.prompt import placeholder_warnings
-from .bridge.lora import attached
+from ..qwen21.schedule import turbo_warnings
+from .bridge.lora import attached, turbo_loras
 from .bridge.model import is_reshaped
 from .common import LATENTS, PADS, REPORT, SLOTS
 
@@ -17,7 +18,10 @@ def build_report(model, positive, negative, schedule, settings, unguided=None):
         **settings,
         "positive": positive[0][1].get(REPORT),
         "negative": None if negative is None else negative[0][1].get(REPORT),
-        "warnings": _warnings(model, settings["size"], schedule, positive[0][1], unguided),
+        "warnings": [
+            *turbo_warnings(schedule.kind, schedule.steps, settings["cfg"], turbo_loras(model)),
+            *_warnings(model, settings["size"], schedule, positive[0][1], unguided),
+        ],
         "versions": library_versions(),
     }
 

@@ -24,10 +24,18 @@ def add_generate(p: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--model", metavar="FOLDER", type=Path, help="a whole-model diffusers folder, or qwen21-mini, the bundled one"
     )
-    model.add_argument("--dit", metavar="FILE", type=Path, help="transformer: single file or component folder")
+    model.add_argument(
+        "--dit",
+        metavar="FILE",
+        type=Path,
+        help="transformer: single file or component folder; this and the next two are in place of --model's part, or "
+        "without a --model; qwen21-mini is its own",
+    )
     model.add_argument("--encoder", metavar="FILE", type=Path, help="text encoder: single file or component folder")
     model.add_argument("--vae", metavar="FILE", type=Path, help="VAE: single file or component folder")
-    model.add_argument("--tokenizer", metavar="DIR", type=Path, help="tokenizer folder; single files need it")
+    model.add_argument(
+        "--tokenizer", metavar="DIR", type=Path, help="tokenizer folder, where none lies with the encoder"
+    )
     model.add_argument(
         "--dtype",
         choices=("auto", "fp32", "bf16", "fp16", "fp8"),

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from . import arguments, mini
 from .errors import UserError
+from .options import COMPONENT_FOLDERS
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -182,19 +183,19 @@ def run_generate(a: argparse.Namespace) -> int:
 
 
 def find_model(a: argparse.Namespace):
-    """The model's files from --model, or from --dit, --encoder and --vae."""
-    from .checkpoint.load import find_files, find_folder
+    """The model's files: those of --model, but for the parts that --dit, --encoder and --vae give."""
+    from .checkpoint.load import Places
+    from .checkpoint.load import find_model as find
 
-    parts = {"--dit": a.dit, "--encoder": a.encoder, "--vae": a.vae}
-    given = [name for name, value in parts.items() if value is not None]
-    if a.model is not None:
-        if given:
-            raise UserError(f"got --model and {', '.join(given)}; give a whole folder or single parts, not both")
-        return find_folder(mini.located(a.model), a.tokenizer)
-    if len(given) < len(parts):
-        missing = ", ".join(name for name in parts if name not in given)
-        raise UserError(f"no model: give --model FOLDER, or --dit, --encoder and --vae ({missing} not given)")
-    return find_files(a.dit, a.encoder, a.vae, a.tokenizer)
+    given = {slot: getattr(a, slot) for slot in COMPONENT_FOLDERS}
+    missing = [f"--{slot}" for slot, path in given.items() if path is None]
+    if a.model is None and missing:
+        raise UserError(
+            f"no model: give --model FOLDER, or --dit, --encoder and --vae ({', '.join(missing)} not given)"
+        )
+    parts = {slot: mini.located(path, slot) for slot, path in given.items() if path is not None}
+    folder, tokenizer = (path and mini.located(path) for path in (a.model, a.tokenizer))
+    return find(Places(folder, tokenizer=tokenizer, **parts))
 
 
 class ProgressBar:
@@ -262,7 +263,7 @@ def run_convert(a: argparse.Namespace) -> int:
     from .checkpoint.convert import convert
 
     slot, path = ("dit", a.dit) if a.dit else ("encoder", a.encoder)
-    print(convert(slot, path, arguments.fp8_of(a), a.out, a.scales), flush=True)
+    print(convert(slot, mini.located(path, slot), arguments.fp8_of(a), a.out, a.scales), flush=True)
     return 0
 
 

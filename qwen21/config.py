@@ -153,11 +153,6 @@ class VAEConfig:
         decoder_base = decoder_top // multipliers[-1]
         if [decoder_base * m for m in multipliers[::-1]] != widths:
             raise UserError(f"this VAE's decoder widths are {widths}, which no Qwen-Image 2.1 VAE has")
-        slots = tuple(
-            2 if f"decoder.up_blocks.{stages - 2 - i}.upsampler.time_conv.weight" in shapes else 1
-            for i in range(stages - 1)
-        )
-        has_time = any(key.endswith("time_conv.weight") for key in shapes)
         base, in_channels = max(decoder_base * 2 // 3, 1), 4
         if "encoder.conv_in.weight" in shapes:
             base, in_channels = shape_of(shapes, "encoder.conv_in.weight", 4)[:2]
@@ -168,8 +163,28 @@ class VAEConfig:
             res_blocks=count_of(shapes, "decoder.up_blocks.0.resnets.") - 1,
             in_channels=in_channels,
             out_channels=shape_of(shapes, "decoder.conv_out.weight", 4)[0],
-            slots=slots if has_time else cls().slots,
+            slots=tuple(_slots(shapes, i, released) for i, released in enumerate(cls().slots)),
         )
+
+
+def _slots(shapes: Shapes, stage: int, released: int) -> int:
+    """Time slots of one of the VAE's stages: two where it has a `time_conv`, else the released number.
+
+    Pictures need no `time_conv`, so a file may lack some. One in a stage that is released without says that this is
+    another VAE, if the encoder and the decoder agree.
+    """
+    mirrored = len(VAEConfig().slots) - 1 - stage
+    names = [f"encoder.down_blocks.{stage}.downsampler", f"decoder.up_blocks.{mirrored}.upsampler"]
+    names = [f"{name}.time_conv.weight" for name in names if f"{name}.resample.1.weight" in shapes]
+    present = [name for name in names if name in shapes]
+    if released == 2 or not present:
+        return released
+    if len(present) < len(names):
+        raise UserError(
+            f"it has the tensor {short(present[0])} but not {short(next(n for n in names if n not in present))}, so "
+            "how its stages work cannot be told"
+        )
+    return 2
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ from .prefix.placement import RAM, without_effect
 from .prompt import layout_tokens
 from .request import Plan, Request, make_plan
 from .sampler import Start, draw_noise, sample
+from .schedule import turbo_warnings
 
 if TYPE_CHECKING:
     from .checkpoint.quant import Fp8
@@ -251,7 +252,6 @@ class Pipeline:
 
     def _network(self, name: str) -> Any:
         if name not in self._loaded:
-            made_by = self._made_by(name)
             dtype = self._vae_dtype if name == "vae" else self.dtype
             part = getattr(self.files, name)
             self._make_room(memory.weight_bytes(part, dtype, self.fp8))
@@ -260,7 +260,7 @@ class Pipeline:
                 apply_loras(network, self.loras)
                 if self.fuses:
                     fuse(network)
-            self._loaded[name] = network, made_by
+            self._loaded[name] = network, self._made_with(name, network.made_of)
         return self._loaded[name][0]
 
     def _release(self, name: str) -> None:
@@ -273,15 +273,17 @@ class Pipeline:
         """A name of a network's weights and dtype: as loaded, else as its files are now."""
         if name in self._loaded:
             return self._loaded[name][1]
-        checkpoint = getattr(self.files, name).checkpoint
-        found = [file.stat() for file in checkpoint.files]
-        stamps = [(stat.st_size, stat.st_mtime_ns, stat.st_ino) for stat in found]
-        return f"{checkpoint.fingerprint} {stamps} {self._vae_dtype if name == 'vae' else self.dtype} {self.fp8}"
+        return self._made_with(name, getattr(self.files, name).stamp())
+
+    def _made_with(self, name: str, stamp: str) -> str:
+        return f"{stamp} {self._vae_dtype if name == 'vae' else self.dtype} {self.fp8}"
 
     def warnings(self, plan: Plan) -> list[str]:
         """What of a plan, of the LoRAs or of the prefix's place was not as asked."""
+        turbo = [(lora.name, lora.turbo) for lora, strength in self.loras if strength and lora.turbo]
+        unfit = turbo_warnings(plan.schedule.kind, plan.schedule.steps, 1.0, turbo)
         vain = [*without_effect(self.kv_device, self.device.type != "cpu"), *self._graphs_in_vain(plan)]
-        return [*plan.warnings, *(line for lora, _ in self.loras for line in lora.warnings), *vain]
+        return [*plan.warnings, *unfit, *(line for lora, _ in self.loras for line in lora.warnings), *vain]
 
     def _graphs_in_vain(self, plan: Plan) -> list[str]:
         """Why a run that shall record steps will not."""

@@ -23,6 +23,7 @@ from .prefix.placement import without_effect
 from .prompt import layout_tokens, reference_size
 from .ram import GIB
 from .request import decide
+from .schedule import turbo_warnings
 from .tokenizer import load_tokenizer
 
 SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
@@ -83,6 +84,9 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
         beside=sum(lora.checkpoint.nbytes for lora in loras),
     )
     told = [*decided.warnings, *(line for lora in loras for line in lora.warnings)]
+    strengths = [strength for _, strength in a.lora]
+    turbo = [(lora.name, lora.turbo) for lora, s in zip(loras, strengths, strict=True) if s and lora.turbo]
+    told += turbo_warnings(decided.schedule.kind, decided.schedule.steps, 1.0, turbo)
     gpu = free is not None
     told += without_effect(a.kv_device, gpu)
     if a.cuda_graph:

@@ -21,7 +21,7 @@ from .prompt import (
     reference_size,
 )
 from .sampler import GuidanceRange, guidance, guides, noise_seed
-from .schedule import Schedule, custom_sigmas, make_schedule
+from .schedule import Schedule, custom_sigmas, make_schedule, turbo_warnings
 
 MAX_STEPS = 1000
 SEEDS = 2**64
@@ -112,6 +112,8 @@ def decide(request: Request, files: ModelFiles) -> Plan:
         warnings.append("CFG above 1 is without effect: there is no negative prompt (give --negative, '' will do)")
     if request.negative is not None and not any(guides(value) for value in cfg):
         warnings.append("the negative prompt is unused: it needs a CFG above 1")
+    if request.negative is not None:
+        warnings += turbo_warnings(schedule.kind, schedule.steps, max([1.0, *filter(guides, cfg)]))
     seed = noise_seed(request.seed, len(resized), request.edit_noise)
     return Plan(request, (), size, schedule, tuple(cfg), seed, tuple(warnings))
 

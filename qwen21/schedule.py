@@ -103,6 +103,25 @@ def make_schedule(
     return Schedule(turbo_sigmas(config)[-(kept + 1) :], kind, warnings)
 
 
+def turbo_warnings(kind: str, steps: int, cfg: float, loras: Sequence[tuple[str, str]] = ()) -> list[str]:
+    """Lines where a run of `kind` base, turbo or custom does not fit what distils it to Turbo's steps.
+
+    `cfg` is the largest that guides, else 1; `loras` are the LoRAs in force that are Turbo's, by name and by what
+    tells it.
+    """
+    lines = [
+        f"LoRA {name} is for Turbo's steps, by {told}: schedule turbo at CFG 1 fits it, but {steps} steps of the base "
+        "schedule run"
+        for name, told in loras
+        if kind == "base"
+    ]
+    if kind == "turbo" and cfg != 1:
+        lines.append(
+            f"CFG {cfg:g} does not fit schedule turbo, whose steps have guidance trained into them: CFG 1 does"
+        )
+    return lines
+
+
 def is_run_of(grid: Tensor, sigmas: Tensor) -> bool:
     """Whether `sigmas` are consecutive ones of a grid, such as the last few of it."""
     n, given = len(sigmas), sigmas.cpu().float()

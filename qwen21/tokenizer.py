@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,14 @@ def find_tokenizer(folder: str | Path) -> Path:
         if any(all((candidate / name).is_file() for name in group) for group in names):
             return candidate
     raise UserError(f"{str(folder)!r} holds no tokenizer.json, and no vocab.json with merges.txt; {WHERE}")
+
+
+def tokenizer_beside(encoder: Path) -> Path | None:
+    """The tokenizer that belongs to an encoder: in the whole model around it, or in a folder of its file's name."""
+    for folder in (encoder.parent, encoder.with_suffix("")):
+        with suppress(UserError):
+            return find_tokenizer(folder)
+    return None
 
 
 def _complete(tokenizer: Any, folder: Path) -> None:

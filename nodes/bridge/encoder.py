@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,15 +25,17 @@ KEPT_FEATURES = 16  # vision features remembered by the content of their pixels
 
 
 class Qwen21Encoder:
-    """Qwen3-VL and its tokenizer. `patcher` is what ComfyUI's memory management and caches know."""
+    """Qwen3-VL and its tokenizer. `patcher` is what ComfyUI's memory management and caches know, `weights` how reports
+    call them, `stored` the dtypes they lie in."""
 
-    def __init__(self, patcher: Any, tokenizer: Any, name: str, weights: str, fingerprint: str) -> None:
+    def __init__(self, patcher: Any, tokenizer: Any, name: str, weights: str, stored: str) -> None:
         self.patcher = patcher
         self.tokenizer = tokenizer
         self.name = name
         self.weights = weights
-        module = patcher.model  # what its states depend on besides their inputs
-        self.identity = f"{fingerprint} {module.compute_dtype} {patcher.load_device.type}"
+        module = patcher.model
+        # what its states depend on besides their inputs
+        self.identity = f"{module.made_of} {stored} {module.compute_dtype} {patcher.load_device.type}"
         self._features: OrderedDict[str, Any] = OrderedDict()
         self._heads = KeptHeads()
 
@@ -85,8 +88,7 @@ def load_encoder(
     patcher = patcher_class(module, disable_dynamic)(module, load_device=load_device, offload_device=offload_device)
     patcher.cached_patcher_init = (_encoder_patcher, (path, dtype, device, keep))
     tokenizer = load_tokenizer(_tokenizer_folder(Path(path), part.config.text.vocabulary))
-    identity = f"{part.checkpoint.fingerprint} {weights} {fp8}"
-    return Qwen21Encoder(patcher, tokenizer, part.checkpoint.path.name, stored_as(part, fp8), identity)
+    return Qwen21Encoder(patcher, tokenizer, part.checkpoint.path.name, stored_as(part, fp8), f"{weights} {fp8}")
 
 
 def _encoder_patcher(path: str, dtype: str, device: str, keep: str, disable_dynamic: bool = False) -> Any:
@@ -95,14 +97,12 @@ def _encoder_patcher(path: str, dtype: str, device: str, keep: str, disable_dyna
 
 def _tokenizer_folder(path: Path, vocabulary: int) -> Path:
     """The tokenizer of an encoder: in its whole-model folder, in a folder of its file's name, or ComfyUI's own."""
-    from ...qwen21.tokenizer import find_tokenizer
+    from ...qwen21.tokenizer import find_tokenizer, tokenizer_beside
 
-    comfy_own = Path(comfy.__path__[0]) / "text_encoders" / "qwen25_tokenizer"
-    for candidate in (path.parent, path.with_suffix(""), comfy_own):
-        try:
-            return find_tokenizer(candidate)
-        except UserError:
-            continue
+    if found := tokenizer_beside(path):
+        return found
+    with contextlib.suppress(UserError):
+        return find_tokenizer(Path(comfy.__path__[0]) / "text_encoders" / "qwen25_tokenizer")
     models = folder_paths.get_folder_paths("text_encoders")[0]
     raise UserError(
         f"no tokenizer of {vocabulary} tokens found beside {path.name} or in ComfyUI; put the model's processor/ "

@@ -117,13 +117,29 @@ def choices(slot: str) -> list[str]:
     return [*files, *[f"{name}/" for name in _model_folders()], BUNDLED]
 
 
+def listed(slot: str, choice: str) -> str | None:
+    """The entry of a combo that a workflow's choice means; None if it is not listed now.
+
+    A workflow from another system has that system's slashes between folders.
+    """
+    names = choices(slot)
+    if choice in names:
+        return choice
+    return next((name for name in names if _slashes(name) == _slashes(choice)), None)
+
+
+def _slashes(name: str) -> str:
+    return name.replace("\\", "/")
+
+
 def find(slot: str, choice: str) -> Path:
     """The file or component folder of a combo's choice; `UserError` unless it is listed now."""
     if choice == NOTHING:
         where = FOLDERS[slot]
         raise UserError(f"no file found: put one into ComfyUI's models/{where}, then refresh the node list (R)")
-    if choice not in choices(slot):
-        raise UserError(f"{choice!r} is not among the files of models/{FOLDERS[slot]}; choose one that is listed")
+    asked, choice = choice, listed(slot, choice)
+    if choice is None:
+        raise UserError(f"{asked!r} is not among the files of models/{FOLDERS[slot]}; choose one that is listed")
     if choice == BUNDLED or choice.endswith("/"):
         folder = mini.WEIGHTS if choice == BUNDLED else _model_folders()[choice.rstrip("/")]
         return folder / COMPONENT_FOLDERS[slot]

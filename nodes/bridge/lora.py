@@ -72,8 +72,15 @@ def with_lora(patcher: Any, path: Path, strength: float) -> tuple[Any, Lora]:
     patches = {f"diffusion_model.{layer}.weight": patch_of(adapter) for layer, adapter in lora.adapters.items()}
     clone.add_patches(patches, strength)
     facts = describe(lora, strength) | {"unmatched": list(lora.unmatched)}
+    facts |= {"turbo": lora.turbo} if lora.turbo else {}
     clone.set_attachments(ATTACHED, [*attached(patcher), facts])
     return clone, lora
+
+
+def turbo_loras(patcher: Any) -> list[tuple[str, str]]:
+    """Name of each LoRA on a MODEL that makes it Turbo, and what tells it."""
+    found = attached(patcher) if patcher is not None else []
+    return [(facts["file"], facts["turbo"]) for facts in found if "turbo" in facts]
 
 
 def attached(patcher: Any) -> list[dict[str, Any]]:

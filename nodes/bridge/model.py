@@ -18,13 +18,13 @@ import comfy.supported_models_base
 import torch
 from torch import Tensor
 
-from ...qwen21.checkpoint.load import Component, fill, find_dit, folder_schedule
+from ...qwen21.checkpoint.load import Component, fill, find_dit, schedule_of
 from ...qwen21.config import LATENT_PIXELS, LATENTS_MEAN, LATENTS_STD, ScheduleConfig
 from ...qwen21.dit import DiT
 from ...qwen21.errors import UserError
 from ...qwen21.memory import working_bytes
 from ...qwen21.prefix import Prefix
-from ...qwen21.schedule import is_run_of, official_grid, turbo_sigmas
+from ...qwen21.schedule import is_run_of, official_grid, turbo_sigmas, turbo_warnings
 from ..common import require_pictures
 from .condition import Condition, condition_of
 from .host import COMPUTES, check_cancel, precision, stored_as, transformer_cast
@@ -187,7 +187,7 @@ class Qwen21Model(_LoraBase):
         self.part, self.turbo, self.schedule = part, turbo, schedule
         self.stored_as = part.identity.quantization
         self.plain_sampling = self.model_sampling
-        self.prefix_store = PrefixStore(self, part.checkpoint.fingerprint)
+        self.prefix_store = PrefixStore(self)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -235,7 +235,7 @@ class Qwen21Model(_LoraBase):
 def load_model(path: str, dtype: str = "default", keep: str = "", disable_dynamic: bool = False) -> Any:
     """A patcher with the transformer of a file or component folder. For `dtype` and `keep` see `precision`."""
     part = find_dit(Path(path))
-    turbo, schedule = _schedule_of(part)
+    schedule, turbo = schedule_of(part)
     weights, fp8 = precision(part, dtype, keep)
     load_device = comfy.model_management.get_torch_device()
     offload_device = comfy.model_management.unet_offload_device()
@@ -254,15 +254,6 @@ def load_model(path: str, dtype: str = "default", keep: str = "", disable_dynami
     patcher.add_callback(comfy.patcher_extension.CallbacksMP.ON_CLEANUP, _end_run)
     patcher.add_wrapper_with_key(comfy.patcher_extension.WrappersMP.OUTER_SAMPLE, "qwen21", _use_official_grid)
     return patcher
-
-
-def _schedule_of(part: Component) -> tuple[bool, ScheduleConfig]:
-    """Turbo and schedule numbers, from the whole-model folder around a component, else from the file's name."""
-    folder = part.checkpoint.path.parent
-    if part.checkpoint.path.is_dir() and (folder / "model_index.json").exists():
-        schedule, turbo = folder_schedule(folder)
-        return turbo, schedule
-    return part.identity.turbo_hint, ScheduleConfig()
 
 
 def is_reshaped(patcher: Any) -> bool:
@@ -304,6 +295,7 @@ def _use_official_grid(executor: Any, noise: Tensor, latent_image: Tensor, sampl
     else:
         log.info("Qwen-Image 2.1: the simple grid became the %s schedule", "Turbo" if patcher.model.turbo else "base")
         sigmas = official
+        _warn_of_turbo(patcher, len(sigmas) - 1, getattr(executor.class_obj, "cfg", 1.0))
     if isinstance(patcher.model, Qwen21Model):
         patcher.model.prefix_store.begin(patcher)
     try:
@@ -312,6 +304,14 @@ def _use_official_grid(executor: Any, noise: Tensor, latent_image: Tensor, sampl
         note_reuse(executor.class_obj)
         if isinstance(patcher.model, Qwen21Model):
             patcher.model.prefix_store.begin(None)
+
+
+def _warn_of_turbo(patcher: Any, steps: int, cfg: float) -> None:
+    """Log where the released schedule does not fit the MODEL's LoRAs, or `cfg` the schedule."""
+    from .lora import turbo_loras
+
+    for line in turbo_warnings("turbo" if patcher.model.turbo else "base", steps, cfg, turbo_loras(patcher)):
+        log.warning("Qwen-Image 2.1: %s", line)
 
 
 def _end_run(patcher: Any) -> None:

@@ -48,10 +48,9 @@ class PrefixSettings:
 class PrefixStore:
     """A base model's store, as long-lived as the model."""
 
-    def __init__(self, model: Any, fingerprint: str) -> None:
+    def __init__(self, model: Any) -> None:
         self._owner = weakref.ref(model)  # ComfyUI wants models to go without the garbage collector
         self._conditions: weakref.WeakSet[Condition] = weakref.WeakSet()
-        self._fingerprint = fingerprint
         self._digest = PatchDigest()
         self._patcher: StorePatcher | None = None
         self.device = torch.device("cpu")
@@ -100,7 +99,7 @@ class PrefixStore:
     def _identity(self, patcher: Any, x: Tensor, codec: str, options: dict[str, Any]) -> ModelIdentity:
         require_visible(patcher, options)
         patches = self._digest.of(patcher.patches)
-        return ModelIdentity(self._fingerprint, str(x.dtype), codec, patches, x.device.type)
+        return ModelIdentity(self._model.diffusion_model.made_of, str(x.dtype), codec, patches, x.device.type)
 
     def begin(self, patcher: Any) -> None:
         """Before a run, and before ComfyUI asks what it needs: `patcher` is about to sample."""

@@ -34,7 +34,7 @@ class Qwen21VAE:
     upscale_ratio = LATENT_PIXELS
     not_video = True
 
-    def __init__(self, patcher: Any, dtype: torch.dtype, alpha: str, name: str, fingerprint: str) -> None:
+    def __init__(self, patcher: Any, dtype: torch.dtype, alpha: str, name: str) -> None:
         self.patcher = patcher
         self.first_stage_model = patcher.model
         self.vae_dtype = dtype
@@ -42,7 +42,8 @@ class Qwen21VAE:
         self.output_device = comfy.model_management.intermediate_device()
         self.alpha = alpha
         self.name = name
-        self.identity = f"{fingerprint} {dtype} {self.device.type}"  # what its latents depend on besides their pixels
+        # what its latents depend on besides their pixels
+        self.identity = f"{patcher.model.made_of} {dtype} {self.device.type}"
         self._latents: OrderedDict[str, Tensor] = OrderedDict()
 
     def decode(self, samples: Tensor, vae_options: dict | None = None) -> Tensor:
@@ -167,7 +168,7 @@ def load_vae(path: str, dtype: str = "default", alpha: str = "auto", disable_dyn
     module.compute_dtype = weights
     patcher = patcher_class(module, disable_dynamic)(module, load_device=load_device, offload_device=offload_device)
     patcher.cached_patcher_init = (_vae_patcher, (path, dtype, alpha))
-    return Qwen21VAE(patcher, weights, alpha, part.checkpoint.path.name, part.checkpoint.fingerprint)
+    return Qwen21VAE(patcher, weights, alpha, part.checkpoint.path.name)
 
 
 def _vae_patcher(path: str, dtype: str, alpha: str, disable_dynamic: bool = False) -> Any:

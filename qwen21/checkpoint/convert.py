@@ -26,7 +26,7 @@ from .quant import Fp8
 from .weights import Weights
 
 FP8_MARKER = json.dumps({"format": "float8_e4m3fn"}).encode()
-FINAL_NORM = ("model.norm.weight", "model.language_model.norm.weight")  # unused here, but other readers ask for it
+FINAL_NORM = "model.norm.weight"  # or what ends so: unused here, but other readers ask for it
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ def plan(part: Component, fp8: Fp8) -> list[Layer]:
         linear = len(sources[0].shape) == 2 and name.endswith(".weight")
         takes = linear and all(fp8.takes(member.removesuffix(".weight")) for member in members)
         layers.append(Layer(name, sources, takes))
-    for key in FINAL_NORM:
-        if key in part.checkpoint.tensors:
-            layers.append(Layer("model.norm.weight", (Source(key, part.checkpoint.tensors[key].shape),), False))
+    for key, info in part.checkpoint.tensors.items():
+        if key.endswith(FINAL_NORM):
+            layers.append(Layer(FINAL_NORM, (Source(key, info.shape),), False))
     return layers
 
 

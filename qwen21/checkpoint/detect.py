@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..checked import printable
 from ..config import DiTConfig, EncoderConfig, VAEConfig
 from ..errors import UserError
-from .files import Checkpoint
-from .keymap import Source, dit_prefix, dit_sources, encoder_sources, is_comfy_vae, vae_sources
+from .files import Checkpoint, CutShort, open_checkpoint
+from .keymap import DIT_MARKS, Source, dit_prefix, dit_sources, encoder_sources, is_comfy_vae, vae_sources
 from .packing import Packing, Storage, Tensors, storage_of
 
 SLOTS = {
@@ -25,6 +26,7 @@ TITLES = {
     "lora": "a LoRA, which patches a model and is none itself",
 }
 RELEASED_TEXT_WIDTH = 4096
+UNKNOWN = "unknown"  # the kind of what nothing here recognises
 
 
 # Models that people put into the wrong slot, by parts of keys that only they have. The first that fits names the file.
@@ -41,12 +43,15 @@ STRANGERS = {
     ("text_model.encoder.", "encoder.block.0.layer.0."): "a CLIP or T5 text encoder",
 }
 LORA_PARTS = ("lora_A", "lora_B", "lora_down", "lora_up", "hada_w1", "lokr_w1")
+PDD = "Fun-Acc PDD, a few-step {} with four output heads, whose sampler this pack does not have"
+CONTROLNET = "a Fun ControlNet Union of Qwen-Image 2.1, which this pack does not apply yet"
+CONTROLNET_MARKS = ("control_img_in.weight", "control_blocks.0.img_mlp.out.weight")
 OLD_LORA_PARTS = ("add_q_proj", "img_mlp.net", "img_mlp_net", "txt_mlp")
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What a checkpoint is. `kind` is dit, encoder, vae, lora or other; `title` names it for people.
+    """What a checkpoint is. `kind` is dit, encoder, vae, lora, other or unknown; `title` names it for people.
 
     `quantization` sums up how the weights are stored, `packings` tells it for each quantized tensor by its key.
     `damage` says why a checkpoint of a known kind cannot be one; it then has neither config nor sources.
@@ -63,13 +68,24 @@ class Identity:
     damage: str = ""
 
 
+def open_named(path: Path | str) -> Checkpoint:
+    """`open_checkpoint`, but where the data is cut short the refusal names the model, which the header tells."""
+    try:
+        return open_checkpoint(path)
+    except CutShort as error:
+        identity = identify(error.checkpoint)
+        if identity.kind == UNKNOWN:
+            raise
+        raise UserError(f"{error.checkpoint.path}: this is {identity.title}, but {error.what}") from error
+
+
 def identify(checkpoint: Checkpoint) -> Identity:
     """Name the model in a checkpoint. Never raises for a strange file: strangers are of kind `other`, by name."""
     storage = storage_of(checkpoint)
     tensors = storage.tensors
-    found = (recognise(checkpoint, storage) for recognise in (_adapter, _strange, _dit, _encoder, _vae))
+    found = (recognise(checkpoint, storage) for recognise in (_adapter, _control, _strange, _dit, _encoder, _vae))
     first = ", ".join(printable(name) for name in list(tensors)[:3])
-    unknown = Identity("other", f"an unknown model ({len(tensors)} tensors: {first}, ...)")
+    unknown = Identity(UNKNOWN, f"an unknown model ({len(tensors)} tensors: {first}, ...)")
     identity = next((identity for identity in found if identity), unknown)
     if storage.foreign and (identity.kind in SLOTS or identity is unknown):
         title = identity.title if identity.kind in SLOTS else "a model"
@@ -100,13 +116,38 @@ def _has(tensors: Tensors, *parts: str) -> bool:
 
 def _adapter(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
     """Files that change a model and are none themselves."""
-    if any(key.startswith("pdd_") for key in checkpoint.metadata) or _has(storage.tensors, "pdd_head", "pdd_adapter"):
-        return Identity("other", "a PDD adapter (a LoRA with output heads of its own), which this pack does not read")
+    if is_pdd(checkpoint):
+        whole = _has(storage.tensors, *DIT_MARKS) and not _has(storage.tensors, *LORA_PARTS)
+        return Identity("other", PDD.format("transformer" if whole else "adapter"))
     if not _has(storage.tensors, *LORA_PARTS):
         return None
     if _has(storage.tensors, *OLD_LORA_PARTS):
         return Identity("other", "a LoRA of the older 20B Qwen-Image, which does not fit Qwen-Image 2.1")
     return Identity("lora", TITLES["lora"])
+
+
+def turbo_told(checkpoint: Checkpoint) -> str:
+    """What says that a LoRA is Turbo's: its header, else its file's name, which is a hint; empty if nothing does.
+
+    A header's names of the model it was trained on say nothing: a LoRA trained on Turbo is not one that makes Turbo.
+    """
+    for key, value in checkpoint.metadata.items():
+        named = any(word in key.lower() for word in ("name", "title", "type", "schedule"))
+        if named and not any(word in key.lower() for word in ("base", "sd_model")) and "turbo" in value.lower():
+            return f"its header's {printable(key)}"
+    return "its name alone (a hint)" if "turbo" in checkpoint.path.name.lower() else ""
+
+
+def is_pdd(checkpoint: Checkpoint) -> bool:
+    """Whether a file says so in its header or by its names, or has several output layers as one tensor."""
+    tensors = checkpoint.tensors
+    stacked = (len(info.shape) == 3 and info.shape[2] > 1 for key, info in tensors.items() if "proj_out" in key)
+    return any(key.startswith("pdd_") for key in checkpoint.metadata) or _has(tensors, "pdd_") or any(stacked)
+
+
+def _control(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
+    found = all(any(key.endswith(mark) for key in storage.tensors) for mark in CONTROLNET_MARKS)
+    return Identity("other", CONTROLNET) if found else None
 
 
 def _strange(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
@@ -117,10 +158,7 @@ def _strange(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
 def _dit(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
     tensors = storage.tensors
     prefix = dit_prefix(tensors)
-    if (
-        f"{prefix}txt_in.text_norm.weight" not in tensors
-        and f"{prefix}transformer_blocks.0.attn.to_q.weight" not in tensors
-    ):
+    if not any(prefix + mark in tensors for mark in DIT_MARKS):
         return None
     fused = _has(tensors, ".img_mlp.gate_up.")
     layout = ("Comfy" if fused else "diffusers") + (f", keys under {prefix[:-1]!r}" if prefix else "")

@@ -16,17 +16,19 @@ from typing import Any
 
 from ..checked import printable, short
 from ..errors import UserError
+from .contents import digest_of, place_of
 
-SAMPLES, SAMPLE_BYTES = 32, 4096  # of a file's data, for its fingerprint
 MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
 DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
+BRACE = b"{"  # every safetensors header begins with one, behind the eight bytes of its length
+# What files begin with that are none of ours. The length of a header may begin with the same bytes: 640 is a pickle's.
 STRANGERS = {
     b"GGUF": "a GGUF file; expected safetensors, so take the .safetensors release of this model",
     b"PK\x03\x04": "a PyTorch pickle archive, which can run code; expected safetensors",
-    b"\x80\x02": "a Python pickle, which can run code; expected safetensors",
+    **{b"\x80" + bytes([n]): "a Python pickle, which can run code; expected safetensors" for n in range(2, 6)},
     b"version https://git-lfs": "a Git LFS pointer, not the file itself; download the real file (git lfs pull)",
     b"<!DOC": "a web page, not a model; the download went wrong, fetch the file again",
     b"<html": "a web page, not a model; the download went wrong, fetch the file again",
@@ -46,9 +48,20 @@ class TensorInfo:
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
+class CutShort(UserError):
+    """A file whose header is whole and whose data is not: `checkpoint` is what the header tells, `what` is wrong."""
+
+    def __init__(self, checkpoint: Checkpoint, what: str) -> None:
+        super().__init__(f"{checkpoint.path}: {what}")
+        self.checkpoint, self.what = checkpoint, what
+
+
 @dataclass(frozen=True)
 class Checkpoint:
-    """Headers of one file, or of all shards of one folder. No tensor is read until `reader()` is asked for it."""
+    """Headers of one file, or of all shards of one folder. No tensor is read until `reader()` is asked for it.
+
+    `fingerprint` names the contents for people and manifests, wherever they lie, and knows large ones by samples.
+    """
 
     path: Path
     files: tuple[Path, ...]
@@ -59,6 +72,20 @@ class Checkpoint:
     @property
     def nbytes(self) -> int:
         return sum(info.nbytes for info in self.tensors.values())
+
+    def stamp(self) -> str:
+        """A name of the files as they are now, which no other contents ever have.
+
+        It follows from where each file lies, its number, size and times, and its fingerprint: any writing moves a
+        time, and any other file has another place. The same contents elsewhere have another name.
+        """
+        digest = hashlib.sha256()
+        for file in self.files:
+            try:
+                digest.update(repr(place_of(file)).encode() + digest_of(file))
+            except OSError as error:
+                raise UserError(f"{file}: cannot be read any more ({error.strerror}); load the model again") from error
+        return digest.hexdigest()[:32]
 
     @contextmanager
     def reader(self) -> Iterator[Reader]:
@@ -101,27 +128,22 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     metadata: dict[str, str] = {}
     digest = hashlib.sha256()
     for file in files:
-        header, raw = read_header(file)
-        digest.update(raw + _samples(file, len(raw) + 8))
+        header, _ = read_header(file)
+        digest.update(digest_of(file))
         metadata.update(header.pop("__metadata__", {}))
-        for name, entry in header.items():
+        for name, info in _infos(file, header).items():
             if name in tensors:
                 raise UserError(
                     f"{file}: tensor {short(name)} is also in {tensors[name].file.name}; the shards are mixed up"
                 )
-            tensors[name] = TensorInfo(file, entry["dtype"], tuple(entry["shape"]))
+            tensors[name] = info
     return Checkpoint(path, files, tensors, metadata, digest.hexdigest()[:16])
 
 
-def _samples(file: Path, data: int) -> bytes:
-    """The file's size and a few pieces of its data: tells two trainings of one network apart without reading it all."""
-    size = file.stat().st_size
-    pieces = [struct.pack("<Q", size)]
-    with blaming(file), file.open("rb") as stream:
-        for i in range(SAMPLES):
-            stream.seek(data + (size - data) * i // SAMPLES)
-            pieces.append(stream.read(SAMPLE_BYTES))
-    return b"".join(pieces)
+def _infos(file: Path, header: dict[str, Any]) -> dict[str, TensorInfo]:
+    """The tensors of a checked header."""
+    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+    return {name: TensorInfo(file, entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
 
 
 def probe(path: Path) -> os.stat_result | None:
@@ -180,26 +202,32 @@ def read_header(path: Path) -> tuple[dict[str, Any], bytes]:
     try:
         with path.open("rb") as stream:
             start = stream.read(32)
-            for magic, what in STRANGERS.items():
-                if start.startswith(magic):
-                    raise UserError(f"{path}: this is {what}")
-            if len(start) < 8:
-                raise UserError(f"{path}: the file has {size} bytes, too few for safetensors; download it again")
-            (length,) = struct.unpack("<Q", start[:8])
-            if not 2 <= length <= min(MAX_HEADER, size - 8):
-                raise UserError(f"{path}: not a safetensors file, or cut short in its header; download it again")
+            length = struct.unpack("<Q", start[:8])[0] if len(start) > 8 else 0
             stream.seek(8)
-            raw = stream.read(length)
+            raw = stream.read(length) if 2 <= length <= min(MAX_HEADER, size - 8) else b""
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); check the path and its permissions") from error
     try:
         header = json.loads(raw, object_pairs_hook=_without_duplicates)
     except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"{path}: not a safetensors file, its header is not JSON ({error}); download it again"
-        ) from error
+        raise UserError(f"{path}: {_no_header(start, size, raw, error)}") from error
     _check_header(path, header, size - 8 - length)
     return header, raw
+
+
+def _no_header(start: bytes, size: int, raw: bytes, error: Exception) -> str:
+    """Why a file of `size` bytes that begins with `start` has no header, whose bytes would be `raw`.
+
+    What a file of another kind begins with says so only where no header does: its length may look the same.
+    """
+    strangers = (what for magic, what in STRANGERS.items() if start.startswith(magic))
+    if start[8:9] != BRACE and (what := next(strangers, None)):
+        return f"this is {what}"
+    if size <= 8:
+        return f"the file has {size} bytes, too few for safetensors; download it again"
+    if not raw:
+        return "not a safetensors file, or cut short in its header; download it again"
+    return f"not a safetensors file, its header is not JSON ({error}); download it again"
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -220,10 +248,9 @@ def _check_header(path: Path, header: Any, data_bytes: int) -> None:
     if end == 0:
         raise UserError(f"{path}: the file holds no tensors; download it again")
     if end > data_bytes:
-        raise UserError(
-            f"{path}: cut short: the header promises {end} bytes of tensors, the file holds {data_bytes}; download it "
-            "again"
-        )
+        told = Checkpoint(path, (path,), _infos(path, header), metadata)
+        what = f"cut short: the header promises {end} bytes of tensors, the file holds {data_bytes}; download it again"
+        raise CutShort(told, what)
     at = 0
     for start, stop in spans:  # safetensors refuses holes, overlaps and trailing bytes too, but only when it loads
         if start != at:

@@ -8,7 +8,15 @@ from dataclasses import dataclass
 
 from .files import TensorInfo
 
-DIT_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.")
+# What whole files' keys stand under: as ComfyUI saves models, as trainers and other packs do.
+WRAPPERS = ("model.model.", "model.", "net.")
+DIT_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", *WRAPPERS)
+ENCODER_PREFIXES = ("text_encoder.", *WRAPPERS)
+VAE_PREFIXES = ("first_stage_model.", "vae.", *WRAPPERS)
+DIT_MARKS = ("txt_in.text_norm.weight", "transformer_blocks.0.attn.to_q.weight")
+ENCODER_STEMS = ("", "model.", "language_model.", "model.language_model.")
+ENCODER_MARKS = tuple(f"{stem}embed_tokens.weight" for stem in ENCODER_STEMS)
+VAE_MARKS = ("decoder.conv_in.weight", "decoder.conv1.weight")
 
 
 @dataclass(frozen=True)
@@ -38,17 +46,21 @@ def dit_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
 
 def dit_prefix(tensors: Mapping[str, TensorInfo]) -> str:
     """The prefix all transformer keys of a file carry, or none."""
-    for prefix in DIT_PREFIXES:
-        if any(key.startswith(prefix) for key in tensors):
-            return prefix
-    return ""
+    return _prefix(tensors, DIT_PREFIXES, DIT_MARKS)
+
+
+def _prefix(tensors: Mapping[str, TensorInfo], prefixes: tuple[str, ...], marks: tuple[str, ...]) -> str:
+    """The one of `prefixes` under which a file has any of `marks`, keys that only this network has; '' without any."""
+    return next((prefix for prefix in ("", *prefixes) if any(prefix + mark in tensors for mark in marks)), "")
 
 
 def encoder_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
     """Parameters of `TextEncoder`: Hugging Face or Comfy names. The final norm and `lm_head` are never read."""
     sources = {}
+    prefix = _prefix(tensors, ENCODER_PREFIXES, ENCODER_MARKS)
     for key, info in tensors.items():
-        name = key.removeprefix("model.")
+        # The language model stands under `model.`; in ComfyUI's files the vision tower does not.
+        name = key.removeprefix(prefix).removeprefix("model.")
         if name.startswith(("layers.", "embed_tokens.", "norm.")):
             name = f"language_model.{name}"
         if not name.startswith(("lm_head.", "language_model.norm.")):
@@ -92,12 +104,13 @@ def vae_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
     Kernels of rank 5 with one time slot lose that axis; nothing else is squeezed.
     """
     comfy = is_comfy_vae(tensors)
+    prefix = _prefix(tensors, VAE_PREFIXES, VAE_MARKS)
     sources = {}
     for key, info in tensors.items():
-        shape = info.shape
+        name, shape = key.removeprefix(prefix), info.shape
         if len(shape) == 5 and shape[2] == 1:
             shape = (*shape[:2], *shape[3:])
-        sources[_vae_name(key) if comfy else key] = Source(key, shape)
+        sources[_vae_name(name) if comfy else name] = Source(key, shape)
     return sources
 
 

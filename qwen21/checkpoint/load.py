@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,12 +20,12 @@ from ..config_keys import differences
 from ..dit import DiT
 from ..errors import UserError
 from ..options import COMPONENT_FOLDERS
-from ..tokenizer import find_tokenizer
 from ..vae import VAE
-from .detect import SLOTS, Identity, expect
-from .files import Checkpoint, blaming, is_file, is_folder, open_checkpoint, parse_json, probe, read_json
+from .detect import SLOTS, Identity, expect, open_named
+from .files import Checkpoint, blaming, is_file, is_folder, parse_json, probe, read_json
 from .keymap import Source
 from .packing import DTYPES, FLOATS
+from .places import Places
 from .quant import Fp8, QuantLayers, is_block_layer, unmatched
 from .weights import Weights, check_storage
 
@@ -38,6 +39,10 @@ class Component:
     checkpoint: Checkpoint
     identity: Identity
     config: Any
+
+    def stamp(self) -> str:
+        """A name of its weights, as its files are now, and of its config. No others ever have it."""
+        return f"{self.checkpoint.stamp()} {hashlib.sha256(repr(asdict(self.config)).encode()).hexdigest()[:16]}"
 
 
 @dataclass(frozen=True)
@@ -85,25 +90,37 @@ class ModelFiles:
             )
 
 
+def find_model(places: Places) -> ModelFiles:
+    """The parts of a model wherever they lie. The transformer's own folder or name tells whether it is Turbo."""
+    if places.folder is not None:
+        _require_pipeline(places.folder)
+    parts = find_dit(places.of("dit")), find_encoder(places.of("encoder")), find_vae(places.of("vae"))
+    schedule, turbo = schedule_of(parts[0])
+    return ModelFiles(*parts, places.find_tokenizer(), schedule, turbo)
+
+
 def find_folder(folder: Path | str, tokenizer: Path | str | None = None) -> ModelFiles:
     """The parts of a whole-model diffusers folder."""
-    folder = Path(folder)
+    return find_model(Places(Path(folder), tokenizer=_path(tokenizer)))
+
+
+def find_files(dit: Path | str, encoder: Path | str, vae: Path | str, tokenizer: Path | str | None) -> ModelFiles:
+    """The parts given one by one: single files or component folders."""
+    return find_model(Places(None, Path(dit), Path(encoder), Path(vae), _path(tokenizer)))
+
+
+def _path(path: Path | str | None) -> Path | None:
+    return None if path is None else Path(path)
+
+
+def _require_pipeline(folder: Path) -> None:
+    """Refuse what is no whole model of this kind."""
     if not is_folder(folder):
         raise UserError(f"{folder}: no such folder; expected a diffusers folder with model_index.json")
-    index = read_json(folder / "model_index.json")
-    pipeline = index.get("_class_name", "")
+    pipeline = read_json(folder / "model_index.json").get("_class_name", "")
     if not str(pipeline).startswith("QwenImage21"):
         named = f"a {class_name(pipeline)}" if pipeline else "a model without a class name"
         raise UserError(f"{folder}: this folder holds {named}, expected QwenImage21Pipeline")
-    schedule, turbo = folder_schedule(folder)
-    return ModelFiles(
-        find_dit(folder / "transformer"),
-        find_encoder(folder / "text_encoder"),
-        find_vae(folder / "vae"),
-        _find_tokenizer(tokenizer or folder),
-        schedule,
-        turbo,
-    )
 
 
 def class_name(value: Any) -> str:
@@ -123,20 +140,12 @@ def folder_schedule(folder: Path) -> tuple[ScheduleConfig, bool]:
         return ScheduleConfig.from_diffusers(numbers, sigmas), sigmas is not None
 
 
-def find_files(dit: Path | str, encoder: Path | str, vae: Path | str, tokenizer: Path | str | None) -> ModelFiles:
-    """The parts given one by one: single files or component folders. Turbo is hinted by the transformer's name."""
-    parts = find_dit(Path(dit)), find_encoder(Path(encoder)), find_vae(Path(vae))
-    if tokenizer is None:
-        raise UserError(
-            "single files carry no tokenizer; give --tokenizer DIR, such as the diffusers folder's processor/ or "
-            "ComfyUI's comfy/text_encoders/qwen25_tokenizer"
-        )
-    return ModelFiles(*parts, _find_tokenizer(tokenizer), ScheduleConfig(), turbo=parts[0].identity.turbo_hint)
-
-
-def _find_tokenizer(folder: Path | str) -> Path:
-    probe(Path(folder))
-    return find_tokenizer(folder)
+def schedule_of(dit: Component) -> tuple[ScheduleConfig, bool]:
+    """The schedule of a transformer, and whether it is Turbo: from the whole model around it, else from its name."""
+    folder = dit.checkpoint.path.parent
+    if is_folder(dit.checkpoint.path) and probe(folder / "model_index.json"):
+        return folder_schedule(folder)
+    return ScheduleConfig(), dit.identity.turbo_hint
 
 
 def find_dit(path: Path | str) -> Component:
@@ -157,7 +166,7 @@ def _find(path: Path, slot: str) -> Component:
             f"{path}: this is a whole model (it has a model_index.json), expected {SLOTS[slot]}; give it with --model, "
             f"or name its folder {COMPONENT_FOLDERS[slot]}/"
         )
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_named(path)
     identity = expect(checkpoint, slot)
     return component_of(checkpoint, identity)
 
@@ -269,12 +278,13 @@ def fill(
     fp8: Fp8 | None = None,
     layers: QuantLayers = QuantLayers(),
 ) -> nn.Module:
-    """Give every parameter of `module` its weights; returns it in eval mode.
+    """Give every parameter of `module` its weights, and the module their stamp as `made_of`; returns it in eval mode.
 
     Layers of quantized weights are replaced, by name, with those of `layers`. Which parameters there are is asked of a
     plain module of the same sizes: layers of a host may not have theirs yet. Raises `UserError` where one is missing or
     has another shape. Tensors the module has no place for are left unread.
     """
+    module.made_of = part.stamp()
     halves = {"encoder": hasattr(module, "encoder")} if isinstance(module, VAE) else {}
     plain = module_of(part.identity.kind, part.config, **halves)
     check_sources(plain, part.checkpoint.path, part.identity.sources)
@@ -289,6 +299,8 @@ def fill(
             for leaf, parameter in layer.named_parameters(recurse=False):
                 value = weights.tensor(f"{path}.{leaf}", tuple(parameter.shape))
                 _put(module, f"{path}.{leaf}", nn.Parameter(value, requires_grad=False))
+    if part.stamp() != module.made_of:
+        raise UserError(f"{part.checkpoint.path}: changed while it was read; load it again once it is written")
     return module.eval()
 
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from ..checked import flag, printable, short, table
 from ..config import DiTConfig
 from ..errors import UserError
-from .detect import identify
-from .files import Checkpoint, Reader, blaming, is_file, open_checkpoint, read_json
+from .detect import identify, is_pdd, open_named, turbo_told
+from .files import Checkpoint, Reader, blaming, is_file, read_json
 from .lora_keys import KINDS, Entry, KeyMap, is_lora, layer_kind, map_keys, other_adapter
 
 METADATA = "lora_adapter_metadata"
@@ -72,6 +72,7 @@ class Lora:
     adapters: Mapping[str, Adapter]
     unmatched: tuple[str, ...]
     digest: str
+    turbo: str = ""  # what says that it makes a base model Turbo, if anything does
 
     @property
     def matched(self) -> dict[str, int]:
@@ -96,7 +97,15 @@ class LoraFile:
     def warnings(self) -> tuple[str, ...]:
         """Those of the `Lora` that it holds."""
         layers = [layer for entry in self.keys.entries for layer in entry.target.layers]
-        return _partial_use(self.checkpoint.path.name, layers, self.keys.unmatched)
+        return _partial_use(self.name, layers, self.keys.unmatched)
+
+    @property
+    def name(self) -> str:
+        return self.checkpoint.path.name
+
+    @property
+    def turbo(self) -> str:
+        return turbo_told(self.checkpoint)
 
 
 def _counts(layers: Iterable[str]) -> dict[str, int]:
@@ -122,7 +131,7 @@ def find_lora(path: Path | str, config: DiTConfig) -> LoraFile:
     Raises `UserError` where the file is no LoRA, or is for another model. Layers it names that the transformer lacks
     are kept as unmatched.
     """
-    checkpoint = open_checkpoint(path)
+    checkpoint = open_named(path)
     with blaming(checkpoint.path):
         _require_lora(checkpoint)
         return LoraFile(checkpoint, map_keys(checkpoint.tensors, config), _header_scales(checkpoint))
@@ -143,7 +152,7 @@ def read_lora(path: Path | str, config: DiTConfig) -> Lora:
             raise UserError("its every lora_B is zero, so it changes nothing; it was saved before any training")
         if not any(adapter.scale for adapter in adapters.values()):
             raise UserError("its every alpha is zero, so it changes nothing; get the file again")
-    return Lora(checkpoint.path.name, adapters, keys.unmatched, _digest(adapters))
+    return Lora(checkpoint.path.name, adapters, keys.unmatched, _digest(adapters), turbo_told(checkpoint))
 
 
 def split(fused: Adapter) -> tuple[Adapter, Adapter]:
@@ -179,6 +188,9 @@ def fuse(gate: Adapter, proj: Adapter) -> Adapter:
 
 
 def _require_lora(checkpoint: Checkpoint) -> None:
+    if is_pdd(checkpoint):
+        what = identify(checkpoint).title
+        raise UserError(f"this is {what}; take another LoRA for few steps, such as Turbo's, or the Turbo model")
     if is_lora(checkpoint.tensors):
         return
     other = other_adapter(checkpoint.tensors)

@@ -18,7 +18,7 @@ from ..errors import UserError
 from .files import TensorInfo
 from .load import module_of
 
-DOTTED_PREFIXES = ("base_model.model.", "model.", "diffusion_model.", "transformer.", "pipe.", "dit.")
+DOTTED_PREFIXES = ("base_model.model.", "model.", "net.", "diffusion_model.", "transformer.", "pipe.", "dit.")
 FLAT_PREFIXES = ("lora_unet_", "lora_transformer_", "lycoris_", "diffusion_model_", "transformer_")
 _ADAPTER = r"(?:\.(?!bias$)[^.]+)?(?:\.weight)?"  # PEFT may put an adapter's name, `default`, between
 PARTS = {

@@ -182,18 +182,28 @@ def _foreign(tensors: Tensors, markers: Mapping[str, Mapping[str, Any]]) -> str:
     for marker in markers.values():
         if marker.get("format") not in MARKED_DTYPES:
             return printable(marker["format"]) if isinstance(marker.get("format"), str) else "an unnamed format"
-    for key, info in tensors.items():
+    for key in tensors:
         for end, name in FOREIGN_ENDINGS.items():
             if key.endswith(end):
                 return name
         for part, name in FOREIGN_PARTS.items():
             if part in key:
                 return name
-        if key.endswith(SCALES) and info.dtype in ("F8_E8M0", "U8"):
-            return "mxfp8"
-        if key.endswith(".weight") and len(info.shape) >= 2 and info.dtype not in (*FLOATS, *KINDS):
-            return f"an unknown form of dtype {info.dtype}"
-    return ""
+    # What scales a weight names its format, whichever of the two a file lists first.
+    packed = [key for key, info in tensors.items() if key.endswith(".weight") and len(info.shape) >= 2]
+    named = [name for key in packed if (name := _by_scale(tensors, key))]
+    unknown = [tensors[key].dtype for key in packed if tensors[key].dtype not in (*FLOATS, *KINDS)]
+    return named[0] if named else f"an unknown form of dtype {unknown[0]}" if unknown else ""
+
+
+def _by_scale(tensors: Tensors, key: str) -> str:
+    """The format of a weight whose scales are of a dtype that tells it, else empty."""
+    layer = key.removesuffix(".weight")
+    scales = {tensors[layer + end].dtype for end in SCALES if layer + end in tensors}
+    four_bits = tensors[key].dtype in ("U8", "I8")  # two values a byte
+    if scales & {"F8_E8M0", "U8"}:
+        return "mxfp4" if four_bits else "mxfp8"
+    return "nvfp4" if four_bits and "F8_E4M3" in scales else ""
 
 
 def _markers(checkpoint: Checkpoint) -> dict[str, Mapping[str, Any]]:
@@ -212,7 +222,7 @@ def _markers(checkpoint: Checkpoint) -> dict[str, Mapping[str, Any]]:
         if not isinstance(layers, dict) or not all(isinstance(marker, dict) for marker in layers.values()):
             raise UserError(f"the header's {HEADER_MARKERS} holds no table of layers; download the file again")
         for layer, marker in layers.items():  # with the keys' prefix or without
-            full = next((p + layer for p in ("", *DIT_PREFIXES, "model.") if f"{p}{layer}.weight" in tensors), None)
+            full = next((p + layer for p in ("", *DIT_PREFIXES) if f"{p}{layer}.weight" in tensors), None)
             if full is not None:
                 markers.setdefault(full, marker)
     return markers

@@ -10,8 +10,8 @@ from ..config import DiTConfig
 from ..errors import UserError
 from ..options import COMPONENTS
 from ..ram import GIB
-from .detect import SLOTS, Identity, identify
-from .files import Checkpoint, is_file, is_folder, open_checkpoint, read_json
+from .detect import SLOTS, Identity, identify, open_named
+from .files import Checkpoint, is_file, is_folder, read_json
 from .load import Component, class_name, component_of, folder_schedule, has_encoder, unused_tensors
 from .lora_keys import KINDS, layer_kind, map_keys
 
@@ -20,7 +20,7 @@ def describe(path: Path) -> str:
     """Lines about a checkpoint file, a component's folder or a whole-model folder. `UserError` if it is none."""
     if is_file(path / "model_index.json"):
         return _describe_model(path)
-    return "\n".join(_lines(open_checkpoint(path)))
+    return "\n".join(_lines(open_named(path)))
 
 
 def _describe_model(folder: Path) -> str:
@@ -34,7 +34,7 @@ def _describe_model(folder: Path) -> str:
         lines.append(f"  schedule     {error}")
     for name, slot in COMPONENTS.items():
         try:
-            checkpoint = open_checkpoint(folder / name)
+            checkpoint = open_named(folder / name)
             lines += ["", *_lines(checkpoint, slot)]
         except UserError as error:
             lines += ["", f"{name}: {error}"]

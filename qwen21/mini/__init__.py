@@ -3,14 +3,19 @@
 from collections.abc import Sequence
 from pathlib import Path
 
+from ..options import COMPONENT_FOLDERS
+
 NAME = "qwen21-mini"  # for --model and inspect
 WEIGHTS = Path(__file__).with_name("weights")  # a whole model in the diffusers layout
 SMALLEST, LARGEST = 96, 128  # pixels a side that it was trained on
 
 
-def located(path: Path) -> Path:
-    """The folder of the miniature where `path` is its name, and nothing of that name lies there."""
-    return WEIGHTS if str(path) == NAME and not path.exists() else path
+def located(path: Path, slot: str | None = None) -> Path:
+    """The folder of the miniature, or of its part in a slot, where `path` is its name and nothing of that name lies
+    there."""
+    if str(path) != NAME or path.exists():
+        return path
+    return WEIGHTS / COMPONENT_FOLDERS[slot] if slot else WEIGHTS
 
 
 def size_warning(transformer: Path, size: tuple[int, int], references: Sequence[tuple[int, int]] = ()) -> str | None:

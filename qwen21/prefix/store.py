@@ -23,7 +23,7 @@ REMEMBERED = 1024  # units given up whose reason is still known
 class ModelIdentity:
     """What else K and V depend on besides a prefix's inputs. Two are equal where their prefixes may be shared.
 
-    weights: the checkpoint's fingerprint; patches: a content hash of the LoRAs in force, or ''.
+    weights: the stamp of the network's files and config; patches: a content hash of the LoRAs in force, or ''.
     """
 
     weights: str

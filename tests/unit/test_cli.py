@@ -120,7 +120,7 @@ BAD = {
     "keep": (["--keep", "img_mlp"], "--keep img_mlp says what fp8 leaves alone, but --dtype is auto"),
     "repeat": (["--repeat", "0"], "--repeat is 0"),
     "session": (["--session", "jobs.json"], "cannot be read"),
-    "both models": (["--dit", "x.safetensors"], "not both"),
+    "a part that is not there": (["--dit", "x.safetensors"], "x.safetensors: no such file or folder"),
     "cuda": (["--device", "cuda"], "no CUDA device"),
     "latent name": (["--save-latent", "x.bin"], r"must end in .safetensors"),
     "two denoise": (["--denoise", "0.5"], "--init-image"),

@@ -314,7 +314,7 @@ def test_mxfp8_is_named(quantized):
 def test_pdd_adapters_are_named(tmp_path):
     tensors = {"transformer_blocks.0.attn.to_q.lora_down.weight": torch.zeros(4, 4)}
     path = write(tmp_path / "pdd.safetensors", tensors, {"pdd_num_steps": "4"})
-    refused(path, "a PDD adapter", find_dit)
+    refused(path, "this is Fun-Acc PDD, a few-step adapter with four output heads, whose sampler", find_dit)
 
 
 def test_a_quantized_vae_is_refused(singles, tmp_path):

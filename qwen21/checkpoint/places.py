@@ -1,0 +1,45 @@
+"""Where the parts of a model lie, and the tokenizer that belongs to them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import UserError
+from ..options import COMPONENT_FOLDERS
+from ..tokenizer import find_tokenizer, tokenizer_beside
+from .detect import SLOTS
+from .files import probe
+
+
+@dataclass(frozen=True)
+class Places:
+    """A whole-model `folder`, or single files and component folders, each in place of the folder's part or without a
+    folder; and a folder of the `tokenizer`, where it lies elsewhere."""
+
+    folder: Path | None = None
+    dit: Path | None = None
+    encoder: Path | None = None
+    vae: Path | None = None
+    tokenizer: Path | None = None
+
+    def of(self, slot: str) -> Path:
+        """The path of a part."""
+        given = getattr(self, slot)
+        if given is None and self.folder is None:
+            raise UserError(f"no model: {SLOTS[slot]} is missing; give a whole folder, or every part")
+        return self.folder / COMPONENT_FOLDERS[slot] if given is None else given
+
+    def find_tokenizer(self) -> Path:
+        """The tokenizer's folder: the given one, else that of the encoder, else that of the whole model."""
+        if self.tokenizer is not None:
+            probe(self.tokenizer)
+            return find_tokenizer(self.tokenizer)
+        if self.encoder is not None and (found := tokenizer_beside(self.encoder)):
+            return found
+        if self.folder is not None:
+            return find_tokenizer(self.folder)
+        raise UserError(
+            "single files carry no tokenizer; give --tokenizer DIR, such as the diffusers folder's processor/ or "
+            "ComfyUI's comfy/text_encoders/qwen25_tokenizer"
+        )
