@@ -259,16 +259,14 @@ def reading_activations(config: EncoderConfig, patches: Sequence[int], tokens: i
     text, vision, size = config.text, config.vision, dtype.itemsize
     pixels = 3 * vision.patch**2 * FP32  # of a patch, which are repeated for every frame
     kept = (text.width + 2 * text.layers * text.kv_heads * text.head_dim) * size  # of a token of a reference
-    features = peak = last = read = 0  # `last`: patches of the last reference, which stay until others take their name
+    features = peak = read = 0
     for count in patches:
-        cutting = last + (1 + vision.temporal_patch) * pixels * count
+        cutting, here = (1 + vision.temporal_patch) * pixels * count, count // vision.merge**2
         peak = max(peak, read * kept + features + max(cutting, count * _vision_values(config, dtype)))
-        tokens_here = count // vision.merge**2
-        features += tokens_here * (1 + len(vision.deepstack)) * text.width * size
-        last = vision.temporal_patch * pixels * count
-        peak = max(peak, features + last + (read + tokens_here) * kept + _span_values(config, read, tokens_here, dtype))
-        read += tokens_here
-    return max(peak, features + last + read * kept + _span_values(config, read, tokens - read, dtype))
+        features += here * (1 + len(vision.deepstack)) * text.width * size
+        peak = max(peak, features + (read + here) * kept + _span_values(config, read, here, dtype))
+        read += here
+    return max(peak, features + read * kept + _span_values(config, read, tokens - read, dtype))
 
 
 def _span_values(config: EncoderConfig, before: int, tokens: int, dtype: torch.dtype) -> int:

@@ -81,6 +81,7 @@ class Pipeline:
     kernels: Kernels = EAGER
     attention: str = "auto"  # see `backends.choose`
     cuda_graph: bool = False  # replay steps whose launches hold the GPU up; see `graph.py`
+    notes: Sequence[str] = ()  # of how it was set up, to be told of each run
     store: Store = field(default_factory=lambda: Store(memory.store_budget()))
     _attend: tuple[str, AttentionFunction] | None = field(default=None, repr=False)
     _loaded: dict[str, tuple[Any, str]] = field(default_factory=dict, repr=False)
@@ -281,7 +282,7 @@ class Pipeline:
     def warnings(self, plan: Plan) -> list[str]:
         """What of a plan, of the LoRAs or of the prefix's place was not as asked."""
         vain = [*without_effect(self.kv_device, self.device.type != "cpu"), *self._graphs_in_vain(plan)]
-        return [*plan.warnings, *(line for lora, _ in self.loras for line in lora.warnings), *vain]
+        return [*self.notes, *plan.warnings, *(line for lora, _ in self.loras for line in lora.warnings), *vain]
 
     def _graphs_in_vain(self, plan: Plan) -> list[str]:
         """Why a run that shall record steps will not."""

@@ -10,11 +10,10 @@ import transformers
 from diffusers import QwenImage21Pipeline
 from PIL import Image
 
-from qwen21 import encoded, layers
 from qwen21 import encoder as encoder_module
+from qwen21 import layers
 from qwen21.config import EncoderConfig, TextConfig, VisionConfig
-from qwen21.encoded import KeptHeads
-from qwen21.encoder import UNUSED_WEIGHTS, Head, TextEncoder
+from qwen21.encoder import UNUSED_WEIGHTS, TextEncoder
 from qwen21.errors import Cancelled, UserError
 from qwen21.prompt import Reference, layout_tokens, vision_patches
 from qwen21.tokenizer import load_tokenizer
@@ -228,17 +227,7 @@ def test_what_follows_a_reference_changes_no_bit_before_it(state, tokenizer, dty
         fewer = encoder.encode(tokenizer, "other", references[:count], heads=alone)
         end = fewer.image_slots[-1]
         assert torch.equal(fewer.states[:end], more.states[:end])
-    assert all(torch.equal(head.states, heads[name].states) for name, head in alone.items())
     assert torch.equal(encoder.encode(tokenizer, PROMPT, references, heads=alone).states, more.states)
-
-
-@pytest.mark.parametrize(("free", "kept"), [(16, True), (15, False)])
-def test_heads_of_the_last_references_are_kept_while_memory_allows(monkeypatch, free, kept):
-    names = [("a",), ("b",), ("b", "a"), ("b", "a", "c")]
-    heads = KeptHeads({name: Head(torch.zeros(4, 8), ()) for name in names})
-    monkeypatch.setattr(encoded, "available_ram", lambda: free * 4 * 4 * 8)
-    heads.settle(("b", "a"))
-    assert list(heads) == [("b",), ("b", "a")] * kept
 
 
 @torch.no_grad()

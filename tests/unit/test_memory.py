@@ -247,8 +247,7 @@ def test_reading_is_that_of_real_calls(dtype, blocks, text, mlp):
     with torch.inference_mode(), Live(*encoder.parameters()) as live:
         pictures, heads = [], []
         for image in images:  # as `TextEncoder.encode`
-            patches, grid = vision_patches(image)
-            pictures.append(encoder.encode_vision(patches, grid))
+            pictures.append(encoder.encode_vision(*vision_patches(image)))
             heads.append(encoder.read_head(layout, heads, pictures[-1]))
         encoder(layout, heads)
     patches = [4 * rows * columns for rows, columns in blocks]
