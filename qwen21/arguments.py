@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Any
 from .config import MAX_REFERENCES
 from .errors import UserError
 from .options import ATTENTIONS, CANVASES, EDIT_NOISES, KV_STORAGES, SCHEDULES
+from .ram import GIB
 
 if TYPE_CHECKING:
     from .checkpoint.quant import Fp8
     from .request import Request
     from .sampler import GuidanceRange
+
+LARGEST_GIB = 2**20
 
 
 def add_generate(p: argparse.ArgumentParser) -> None:
@@ -40,9 +43,11 @@ def add_generate(p: argparse.ArgumentParser) -> None:
         "--dtype",
         choices=("auto", "fp32", "bf16", "fp16", "fp8"),
         default="auto",
-        help="auto: bf16 on CUDA, else fp32; fp8: as auto, with the blocks' weights in fp8",
+        help="auto: bf16 on CUDA, else fp32, or bf16 where that does not fit in RAM; fp8: as auto, with the blocks' "
+        "weights in fp8",
     )
     model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    model.add_argument("--force", action="store_true", help="run what the memory plan says does not fit")
     model.add_argument(
         "--lora",
         metavar="F[:strength]",
@@ -150,6 +155,12 @@ def add_generate(p: argparse.ArgumentParser) -> None:
     sampling.add_argument(
         "--kv-device", choices=("auto", "gpu", "cpu"), default="auto", help="where the prefix is kept"
     )
+    sampling.add_argument(
+        "--kv-budget",
+        metavar="GIB",
+        type=float,
+        help="how much prefixes may keep between the runs of one process, 0 for nothing; default a quarter of the RAM",
+    )
 
     output = p.add_argument_group("output")
     output.add_argument(
@@ -255,7 +266,12 @@ def opened_request(a: argparse.Namespace, opened: Callable[[Path], Any] | None =
 
 def inputs_of(a: argparse.Namespace) -> list[Path]:
     """Files that the arguments name to be read, but for the model's own."""
-    return [*a.image, *(path for path in (a.init_image, a.mask) if path), *(path for path, _ in a.lora)]
+    return [*pictures_of(a), *(path for path, _ in a.lora)]
+
+
+def pictures_of(a: argparse.Namespace) -> list[Path]:
+    """Files of pictures that the arguments name."""
+    return [*a.image, *(path for path in (a.init_image, a.mask) if path)]
 
 
 def fp8_of(a: argparse.Namespace) -> Fp8 | None:
@@ -267,6 +283,15 @@ def fp8_of(a: argparse.Namespace) -> Fp8 | None:
     if a.keep:
         raise UserError(f"--keep {a.keep[0]} says what fp8 leaves alone, but --dtype is {a.dtype}; add --dtype fp8")
     return None
+
+
+def budget_of(a: argparse.Namespace) -> int | None:
+    """Bytes that --kv-budget allows; None where it is not given."""
+    if a.kv_budget is None:
+        return None
+    if not 0 <= a.kv_budget < LARGEST_GIB:
+        raise UserError(f"--kv-budget is {a.kv_budget:g}, expected GiB from 0 up, such as 8")
+    return int(a.kv_budget * GIB)
 
 
 def _size(text: str) -> tuple[int, int]:

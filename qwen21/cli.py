@@ -136,12 +136,12 @@ def build_parser() -> Parser:
 def run_generate(a: argparse.Namespace) -> int:
     from . import outputs, session
     from .backends import check as check_attention
-    from .checkpoint.load import check_keep
     from .checkpoint.lora import read_lora
     from .kernels import CompiledKernels
     from .kitchen import uncompiled
+    from .pictures import Pictures
     from .pipeline import Pipeline, Watch
-    from .request import make_plan
+    from .planning import settle
 
     jobs = session.expand(a, lambda words: build_parser().parse_args(["generate", *words]))
     inputs = [path for job in jobs for path in arguments.inputs_of(job)]
@@ -149,28 +149,24 @@ def run_generate(a: argparse.Namespace) -> int:
         with session.naming(number, jobs):
             outputs.check_outputs(job.out, job.save_latent, job.batch, inputs)
     device = outputs.pick_device(a.device)
+    pictures = Pictures(jobs)
     with session.naming(1, jobs):
-        first = arguments.opened_request(jobs[0])
+        first = arguments.opened_request(jobs[0], pictures.open)
     files = find_model(a)
-    for number, job in enumerate(jobs, 1):
-        with session.naming(number, jobs):
-            outputs.check_outputs(job.out, job.save_latent, 1, files.paths)
-            # Every job, before the first is painted: this refuses what cannot be done.
-            make_plan(arguments.opened_request(job) if number > 1 else first, files)
-    fp8 = arguments.fp8_of(a)
-    if fp8:
-        check_keep(fp8, (files.dit, files.encoder))
+    dtype, told = settle(a, jobs, files, first, pictures)
+    fp8, budget = arguments.fp8_of(a), arguments.budget_of(a)
     loras = tuple((read_lora(path, files.dit.config), strength) for path, strength in a.lora)
-    dtype = outputs.pick_dtype(a.dtype, device)
     check_attention(a.attention, dtype, device)
     pipeline = Pipeline(files, dtype, device, a.kv_device, a.kv_storage, fp8=fp8, loras=loras)
+    pipeline.notes = (told,) if told else ()
+    pipeline.store.budget = pipeline.store.budget if budget is None else budget
     pipeline.attention, pipeline.cuda_graph = a.attention, a.cuda_graph
     pipeline.keep_loaded = len(jobs) > 1 and pipeline.fits_together()
     pipeline.kernels = CompiledKernels() if a.compile else uncompiled(device)
     for number, job in enumerate(jobs, 1):
         a.done = number - 1
         with session.naming(number, jobs, written=True):
-            request = first if number == 1 else arguments.opened_request(job)
+            request = first if number == 1 else arguments.opened_request(job, pictures.open)
             with ProgressBar() as bar:
                 result = pipeline.generate(request, Watch(on_step=bar.step, on_stage=bar.stage, on_warning=bar.warn))
             outputs.write({job.out: result}, job.save_latent)

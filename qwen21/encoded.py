@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-HEAD_SHARE = 8  # a head is kept while so many of its size are free in RAM
+HEAD_SHARE = 8  # heads are kept while so many of their size are free in RAM
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,14 +37,16 @@ class EncodedReference:
 
 
 class KeptHeads(dict[tuple[str, ...], "Head"]):
-    """Heads of the references that were read last, by their digests: what `TextEncoder.encode` reads and fills."""
+    """Heads of the references that were read last, by the digests up to each: what `TextEncoder.encode` reads and
+    fills."""
 
     def settle(self, digests: tuple[str, ...]) -> None:
-        """Keep one alone, in RAM, if it may: a new prompt behind the same references is the one case that needs it."""
-        head = self.get(digests)
+        """Keep those of these references alone, in RAM, if they may be: for a new prompt or more references behind."""
+        names = [digests[: i + 1] for i in range(len(digests))]
+        kept = {name: self[name] for name in names if name in self}
         self.clear()
-        if head is not None and HEAD_SHARE * head.nbytes <= available_ram():
-            self[digests] = head.to("cpu")
+        if HEAD_SHARE * sum(head.nbytes for head in kept.values()) <= available_ram():
+            self.update({name: head.to("cpu") for name, head in kept.items()})
 
 
 class Remembered(Generic[T]):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,8 +39,8 @@ class VisionFeatures:
 
 @dataclass(frozen=True, eq=False)
 class Head:
-    """All that stands before a prompt, template and references, as the language model left it: states [n, width], and
-    each layer's rotated keys and values [1, H, n, D]. Nothing in it depends on the prompt."""
+    """A reference and the text that leads to it, as the language model left them: states [n, width], and each layer's
+    rotated keys and values [1, H, n, D]. Nothing in it depends on what follows, further references or the prompt."""
 
     states: Tensor
     layers: tuple[tuple[Tensor, Tensor], ...]
@@ -57,15 +57,16 @@ class Head:
 class _Cache:
     """What transformers' attention layers call a cache: they hand over their keys and values, and attend to these."""
 
-    head: Head | None = None
-    made: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+    before: Sequence[Head] = ()
+    made: list[tuple[Tensor, Tensor]] | None = None  # keeps what is handed over, where a list is given
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        if self.head is None:
+        if self.made is not None:
             self.made.append((keys, values))
+        if not self.before:
             return keys, values
-        before = self.head.layers[layer]
-        return torch.cat([before[0], keys], dim=2), torch.cat([before[1], values], dim=2)
+        sides = zip(*(head.layers[layer] for head in self.before), strict=True)
+        return tuple(torch.cat([*side, own], dim=2) for side, own in zip(sides, (keys, values), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,48 +146,50 @@ class TextEncoder(nn.Module):
     def forward(
         self,
         layout: TokenLayout,
-        head: Head | None = None,
+        heads: Sequence[Head] = (),
         *,
         device: torch.device | str = "cpu",
         check_cancel: Callable[[], None] | None = None,
     ) -> Tensor:
         """States [S, width] of all S tokens, before the final norm, computed on `device`.
 
-        `head` is what `read_head` makes of the layout's references, where it has some.
+        `heads` are what `read_head` makes of each of the layout's references.
         """
         start = layout.images[-1].stop if layout.images else 0
         rest = range(start, len(layout.ids))
-        states = self._read(layout, rest, (), head and _Cache(head), device, check_cancel)
-        return states if head is None else torch.cat([head.states, states])
+        states = self._read(layout, rest, None, _Cache(heads) if heads else None, device, check_cancel)
+        return torch.cat([*(head.states for head in heads), states])
 
     def read_head(
         self,
         layout: TokenLayout,
-        features: Sequence[VisionFeatures],
+        before: Sequence[Head],
+        features: VisionFeatures,
         *,
         device: torch.device | str = "cpu",
         check_cancel: Callable[[], None] | None = None,
     ) -> Head:
-        """What all prompts behind these references share. Read by itself, so that it is bit-equal behind any prompt."""
-        cache = _Cache()
-        states = self._read(layout, range(layout.images[-1].stop), features, cache, device, check_cancel)
+        """The next head of a layout, `before` being those of the references before it. Products round by the number of
+        their rows, so each reference is read by itself: it is bit-equal whatever references or prompt follow."""
+        start = layout.images[len(before) - 1].stop if before else 0
+        span, cache = range(start, layout.images[len(before)].stop), _Cache(before, [])
+        states = self._read(layout, span, features, cache, device, check_cancel)
         return Head(states, tuple(cache.made))
 
     def _read(
         self,
         layout: TokenLayout,
         span: range,
-        features: Sequence[VisionFeatures],
+        picture: VisionFeatures | None,
         cache: _Cache | None,
         device: torch.device | str,
         check_cancel: Callable[[], None] | None,
     ) -> Tensor:
-        """States [n, width] of the n tokens of a span, behind the head in the `cache`."""
+        """States [n, width] of the n tokens of a span, behind the heads in the `cache`; a `picture` is its end."""
         ids = torch.tensor([layout.ids[span.start : span.stop]], device=device)
         hidden = self.language_model.embed_tokens(ids).to(self.compute_dtype)  # [1, n, width]
-        pictures = list(zip(layout.images, features, strict=True)) if features else []
-        for place, picture in pictures:
-            hidden[0, place.start : place.stop] = picture.embeds.to(hidden)
+        if picture is not None:
+            hidden[0, -len(picture.embeds) :] = picture.embeds.to(hidden)
         text, positions = self.config.text, layout.positions()[:, span.start : span.stop]
         rope = text_rope(positions.to(device), text.rope_base, text.head_dim, text.mrope_sections)
         cos, sin = (part.to(hidden.dtype) for part in rope)
@@ -198,9 +201,8 @@ class TextEncoder(nn.Module):
             if check_cancel:
                 check_cancel()
             hidden = layer(hidden, position_embeddings=(cos, sin), attention_mask=mask, **kept)
-            for place, picture in pictures:
-                if i < len(picture.deepstack):
-                    hidden[0, place.start : place.stop] += picture.deepstack[i].to(hidden)
+            if picture is not None and i < len(picture.deepstack):
+                hidden[0, -len(picture.embeds) :] += picture.deepstack[i].to(hidden)
         return hidden[0]
 
     @torch.no_grad()
@@ -218,21 +220,23 @@ class TextEncoder(nn.Module):
     ) -> TextStates:
         """Text states of a prompt behind its references, computed on `device`, in the compute dtype.
 
-        `features` and `heads` are read and filled, by the references' digests: pass the same dictionaries for the
-        negative prompt, or the next one, and no picture is looked at twice, nor read again. `UserError` if the prompt
-        is too long or the tokenizer another model's.
+        `features` and `heads` are read and filled, by a reference's digest and by the digests up to it: pass the same
+        dictionaries for the negative prompt, or the next one, and no picture is looked at twice, nor read again.
+        `UserError` if the prompt is too long or the tokenizer another model's.
         """
         sizes = [(1, reference.height, reference.width) for reference in references]
         layout = layout_tokens(prompt, tokenizer, sizes)
         self._check_tokens(layout)
         digests = tuple(reference.digest for reference in references)
-        head = None if heads is None else heads.get(digests)
-        pictures = [] if head else self._look(references, {} if features is None else features, device, check_cancel)
-        if references and head is None:
-            head = self.read_head(layout, pictures, device=device, check_cancel=check_cancel)
-            if heads is not None:
-                heads[digests] = head
-        states = self(layout, head and head.to(device), device=device, check_cancel=check_cancel)
+        heads, features = {} if heads is None else heads, {} if features is None else features
+        before: list[Head] = []
+        for i, reference in enumerate(references, 1):
+            name = digests[:i]
+            if name not in heads:
+                seen = self._look(reference, features, device, check_cancel)
+                heads[name] = self.read_head(layout, before, seen, device=device, check_cancel=check_cancel)
+            before.append(heads[name].to(device))
+        states = self(layout, before, device=device, check_cancel=check_cancel)
         if keep_image_pads:
             slots = tuple(span.start - layout.drop for span in layout.images)
             return TextStates(states[layout.drop :], slots, layout, digests)
@@ -241,17 +245,16 @@ class TextEncoder(nn.Module):
 
     def _look(
         self,
-        references: Sequence[Reference],
+        reference: Reference,
         features: MutableMapping[str, VisionFeatures],
         device: torch.device | str,
         check_cancel: Callable[[], None] | None,
-    ) -> list[VisionFeatures]:
-        """Features of the references, those that are missing looked at now."""
-        for reference in references:
-            if reference.digest not in features:
-                patches, grid = vision_patches(reference.over_white)
-                features[reference.digest] = self.encode_vision(patches.to(device), grid, check_cancel=check_cancel)
-        return [features[reference.digest] for reference in references]
+    ) -> VisionFeatures:
+        """Features of a reference, looked at now where they are missing."""
+        if reference.digest not in features:
+            patches, grid = vision_patches(reference.over_white)
+            features[reference.digest] = self.encode_vision(patches.to(device), grid, check_cancel=check_cancel)
+        return features[reference.digest]
 
     def _check_tokens(self, layout: TokenLayout) -> None:
         if len(layout.ids) > MAX_TOKENS:

@@ -258,20 +258,28 @@ def reading_activations(config: EncoderConfig, patches: Sequence[int], tokens: i
     """Peak of `TextEncoder.encode` for `tokens` of input, with `patches` of each reference among them."""
     text, vision, size = config.text, config.vision, dtype.itemsize
     pixels = 3 * vision.patch**2 * FP32  # of a patch, which are repeated for every frame
-    features = peak = last = 0  # `last`: patches of the last reference, which stay until others take their name
+    kept = (text.width + 2 * text.layers * text.kv_heads * text.head_dim) * size  # of a token of a reference
+    features = peak = read = 0
     for count in patches:
-        cutting = last + (1 + vision.temporal_patch) * pixels * count
-        peak = max(peak, features + max(cutting, count * _vision_values(config, dtype)))
-        features += count // vision.merge**2 * (1 + len(vision.deepstack)) * text.width * size
-        last = vision.temporal_patch * pixels * count
+        cutting, here = (1 + vision.temporal_patch) * pixels * count, count // vision.merge**2
+        peak = max(peak, read * kept + features + max(cutting, count * _vision_values(config, dtype)))
+        features += here * (1 + len(vision.deepstack)) * text.width * size
+        peak = max(peak, features + (read + here) * kept + _span_values(config, read, here, dtype))
+        read += here
+    return max(peak, features + read * kept + _span_values(config, read, tokens - read, dtype))
+
+
+def _span_values(config: EncoderConfig, before: int, tokens: int, dtype: torch.dtype) -> int:
+    """Bytes of the language model's activations for some tokens that attend to themselves and to those before them."""
+    text, size = config.text, dtype.itemsize
     queries, keys = text.heads * text.head_dim, text.kv_heads * text.head_dim
-    attention = 2 * text.width + 4 * queries + 2 * keys
-    mlp = 3 * text.width + 3 * text.mlp_width
+    attention = tokens * (2 * text.width + 4 * queries + 2 * keys)
+    if before:  # keys and values are joined, and repeated for every head
+        joined = (before + tokens) * (2 * keys + 2 * queries)
+        attention = max(attention, tokens * (2 * text.width + queries) + joined)
+    mlp = tokens * (3 * text.width + 3 * text.mlp_width)
     rope = 2 * text.head_dim * (FP32 + (size if size < FP32 else 0))
-    # References are read first, and the prompt behind their keys and values.
-    head = sum(patches) // vision.merge**2
-    kept, longest = 2 * text.layers * keys * head * size, max(head, tokens - head)
-    return max(peak, features + last + kept + longest * (max(attention, mlp) * size + rope))
+    return max(attention, mlp) * size + tokens * rope
 
 
 def _vision_values(config: EncoderConfig, dtype: torch.dtype) -> int:

@@ -58,10 +58,22 @@ class Needs:
 
 
 @dataclass(frozen=True)
+class Misfit:
+    """Something that does not fit, as a clause, and what to do whatever the dtype; `narrower`: another may help too."""
+
+    fact: str
+    remedy: str
+    narrower: bool = False
+
+    def __str__(self) -> str:
+        return f"{MISFIT}{self.fact}; {self.remedy}{' or a narrower dtype' if self.narrower else ''}"
+
+
+@dataclass(frozen=True)
 class Choice:
     """What `auto` does. placement: where the prefix lies, gpu or cpu. tile_encode and tile_decode in latent cells,
-    None for whole. chunk: tokens of prefill at once. keep_loaded: whether all three networks fit together. `fits` is
-    False where something does not; `reasons` says everything in words."""
+    None for whole. chunk: tokens of prefill at once. keep_loaded: whether all three networks fit together. misfits:
+    what does not fit, in the order of the stages' size; `reasons` says everything in words."""
 
     placement: str
     codec: str
@@ -69,8 +81,12 @@ class Choice:
     tile_decode: int | None
     chunk: int
     keep_loaded: bool
-    fits: bool
+    misfits: tuple[Misfit, ...]
     reasons: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        return not self.misfits
 
 
 @dataclass(frozen=True)
@@ -107,19 +123,19 @@ def choose(
     fitting = [option for option in options if _fits(needs, room, *option)]
     kept = [(place, name) for place, name in options if place == "cpu" and needs.prefix[name] <= room.shelf(needs)]
     place, name = (fitting or kept or options[-1:])[0]
-    reasons = [_why(needs, room, place, name) if fitting else _too_large(needs, room, place, name)]
-    reasons += _encoder(needs, room)
+    found: list[str | Misfit] = [(_why if fitting else _too_large)(needs, room, place, name)]
+    found += _encoder(needs, room)
     tiles: list[int | None] = []
     for doing, peaks in (("encodes", needs.encode), ("decodes", needs.decode)):
         tile, reason = _tile(peaks, room.free - needs.weights["vae"], doing)
         tiles.append(tile)
-        reasons += reason
+        found += reason
     together = _together(needs, room, place, name, tiles)
     keep = together <= room.free
     verb = "fit" if keep else "do not fit"
-    reasons.append(f"networks: all three and the fullest stage {verb} together, {_of(together, room.free)}")
-    fits = not any(reason.startswith(MISFIT) for reason in reasons)
-    return Choice(place, name, *tiles, dit.PREFILL_CHUNK, keep, fits, tuple(reasons))
+    found.append(f"networks: all three and the fullest stage {verb} together, {_of(together, room.free)}")
+    misfits = tuple(each for each in found if isinstance(each, Misfit))
+    return Choice(place, name, *tiles, dit.PREFILL_CHUNK, keep, misfits, tuple(map(str, found)))
 
 
 def _fits(needs: Needs, room: Room, place: str, codec: str) -> bool:
@@ -135,26 +151,31 @@ def _why(needs: Needs, room: Room, place: str, codec: str) -> str:
     return f"{kept}, at most half of {size(room.ram)}; on the GPU it would take {near}"
 
 
-def _too_large(needs: Needs, room: Room, place: str, codec: str) -> str:
+def _too_large(needs: Needs, room: Room, place: str, codec: str) -> Misfit:
     weights, stages = needs.weights["dit"], needs.transformer(codec, room.away(place))
     if weights > room.free:
-        got, do = f"the transformer's weights take {_of(weights, room.free)}", "take a smaller file or a narrower dtype"
-    elif stages > room.free:
-        got, do = f"the transformer's stages take {_of(stages, room.free)}", LESS
-    else:
-        half = f"half of the RAM beside it is {size(max(0, room.shelf(needs)))}"
-        got, do = f"the prefix takes {size(needs.prefix[codec])} as {codec}, {half}", LESS
-    return f"{MISFIT}{got}; {do}"
+        return Misfit(f"the transformer's weights take {_of(weights, room.free)}", *_smaller(weights, stages, room))
+    if stages > room.free:
+        return Misfit(f"the transformer's stages take {_of(stages, room.free)}", LESS)
+    half = f"half of the RAM beside it is {size(max(0, room.shelf(needs)))}"
+    return Misfit(f"the prefix takes {size(needs.prefix[codec])} as {codec}, {half}", LESS)
 
 
-def _encoder(needs: Needs, room: Room) -> list[str]:
-    whole = needs.weights["encoder"] + int(needs.reading * ALLOWANCE)
+def _encoder(needs: Needs, room: Room) -> list[Misfit]:
+    weights = needs.weights["encoder"]
+    whole = weights + int(needs.reading * ALLOWANCE)
     if whole <= room.free:
         return []
-    return [f"{MISFIT}the text encoder takes {_of(whole, room.free)}; take a smaller file or a narrower dtype"]
+    return [Misfit(f"the text encoder takes {_of(whole, room.free)}", *_smaller(weights, whole, room))]
 
 
-def _tile(peaks: Tiles, free: int, doing: str) -> tuple[int | None, list[str]]:
+def _smaller(weights: int, whole: int, room: Room) -> tuple[str, bool]:
+    """What to do about weights that are most of `whole`, and that a narrower dtype may help."""
+    most = room.free - (whole - weights)
+    return (f"take a smaller file, of which at most {size(most)} are loaded," if most > 0 else f"{LESS},"), True
+
+
+def _tile(peaks: Tiles, free: int, doing: str) -> tuple[int | None, list[str | Misfit]]:
     """The largest tile that fits, else the smallest, and why."""
     tile, peak = None, 0
     for tile, peak in peaks.items():
@@ -164,7 +185,7 @@ def _tile(peaks: Tiles, free: int, doing: str) -> tuple[int | None, list[str]]:
     if not peaks:
         return None, []
     need = _of(int(peak * tiling.WORKSPACE), max(0, free))
-    return tile, [f"{MISFIT}the VAE {doing} in its smallest tiles with {need}; {LESS}"]
+    return tile, [Misfit(f"the VAE {doing} in its smallest tiles with {need}", LESS)]
 
 
 def _together(needs: Needs, room: Room, place: str, codec: str, tiles: Sequence[int | None]) -> int:

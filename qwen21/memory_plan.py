@@ -111,7 +111,7 @@ class KeptUnit:
 @dataclass(frozen=True)
 class MemoryPlan:
     """What is known of a run's memory before it. free: bytes of the device, of RAM where the CPU computes (`gpu`
-    False); ram: available RAM."""
+    False); ram: available RAM; budget: bytes that prefixes may keep between runs."""
 
     job: Job
     dtype: torch.dtype
@@ -121,6 +121,7 @@ class MemoryPlan:
     ram: int
     gpu: bool
     choice: Choice
+    budget: int
 
     @property
     def laid_out(self) -> int:
@@ -159,6 +160,7 @@ def plan_memory(
     beside: int = 0,
     lays_out: bool = True,
     fused: bool = False,
+    budget: int | None = None,
     computed_in: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> MemoryPlan:
     """The plan of a job with the components `dit`, `encoder` and `vae`, from their headers.
@@ -166,7 +168,8 @@ def plan_memory(
     dtype None is each file's own. free: bytes of the GPU, None where the CPU computes. placement and codec: auto, or
     what `choose` takes. fp8: block linears that are not quantized yet are kept in fp8.
     beside: bytes of LoRAs beside the transformer's weights. lays_out: whether a run may lay its prefixes out for all
-    steps. fused: whether it fuses products. computed_in: by network, what a host computes in
+    steps. fused: whether it fuses products. budget: bytes that prefixes may keep between runs, None for
+    `memory.store_budget`. computed_in: by network, what a host computes in
     where that is not as the weights are kept; the VAE is loaded in it.
     """
     vae_dtype = torch.float32 if dtype == torch.float16 else dtype  # its values can exceed what fp16 holds
@@ -182,7 +185,8 @@ def plan_memory(
         needs = replace(needs, joined=_joined(parts["dit"], job, compute))
     choice = choose(needs, free or 0, ram, gpu=free is not None, placement=placement, codec=codec)
     units = _kept_units(parts["dit"], job, compute)
-    return MemoryPlan(job, compute, needs, units, ram if free is None else free, ram, free is not None, choice)
+    budget = memory.store_budget() if budget is None else budget
+    return MemoryPlan(job, compute, needs, units, ram if free is None else free, ram, free is not None, choice, budget)
 
 
 def _joined(part: Component, job: Job, dtype: torch.dtype) -> tuple[int, ...]:

@@ -7,8 +7,7 @@ from itertools import accumulate
 
 from PIL import Image, ImageDraw, ImageFont
 
-from . import memory
-from .checkpoint.packing import DTYPES
+from .checkpoint.packing import name_of
 from .memory_choice import size
 from .memory_plan import MemoryPlan, Stage
 
@@ -28,14 +27,13 @@ def describe(plan: MemoryPlan) -> str:
 
 def _head(plan: MemoryPlan) -> list[str]:
     job = plan.job
-    dtype = next(name for name, dtype in DTYPES.items() if dtype == plan.dtype)
     references = len(job.patches)
     title = [
         f"{job.size[0]}x{job.size[1]} pixels",
         f"batch {job.batch}",
         f"{references} reference{'' if references == 1 else 's'}",
         "guided" if len(job.prefixes) > 1 else "not guided",
-        f"computed in {dtype}",
+        f"computed in {name_of(plan.dtype)}",
     ]
     where = f"{size(plan.free)} free on the GPU, {size(plan.ram)} of RAM" if plan.gpu else f"{size(plan.free)} of RAM"
     verdict = [] if plan.choice.fits else ["This run does not fit: the choices below say what takes too much"]
@@ -97,7 +95,7 @@ def _words(plan: MemoryPlan) -> list[str]:
     if plan.laid_out:
         more = size(plan.laid_out)
         lines.append(f"steps: the prefix is laid out once for all of them, with room for the target's K/V, {more} more")
-    kept, budget = plan.needs.prefix[choice.codec], memory.store_budget()
+    kept, budget = plan.needs.prefix[choice.codec], plan.budget
     if not plan.job.shared:
         lines.append("store: the prefix cache is off, so no prefix is kept: every step prefills again")
     elif kept > budget:

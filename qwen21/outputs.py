@@ -31,12 +31,12 @@ def pick_device(name: str) -> torch.device:
     return torch.device(name)
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """What to compute in. `auto` is bf16 on CUDA, which the model was released in, and fp32 elsewhere; `fp8` is about
-    weights alone, and computes as `auto`."""
+def dtypes(name: str, device: torch.device) -> tuple[torch.dtype, ...]:
+    """What to compute in: the first that fits. `auto` is bf16 on CUDA, which the model was released in, and fp32
+    elsewhere, bf16 where that does not fit; `fp8` is about weights alone, and computes as `auto`."""
     if name in ("auto", "fp8"):
-        name = "bf16" if device.type == "cuda" else "fp32"
-    return DTYPES[name]
+        return tuple(DTYPES[each] for each in (("bf16",) if device.type == "cuda" else ("fp32", "bf16")))
+    return (DTYPES[name],)
 
 
 def names(out: Path, pictures: int) -> list[Path]:

@@ -82,6 +82,7 @@ class Pipeline:
     kernels: Kernels = EAGER
     attention: str = "auto"  # see `backends.choose`
     cuda_graph: bool = False  # replay steps whose launches hold the GPU up; see `graph.py`
+    notes: Sequence[str] = ()  # of how it was set up, to be told of each run
     store: Store = field(default_factory=lambda: Store(memory.store_budget()))
     _attend: tuple[str, AttentionFunction] | None = field(default=None, repr=False)
     _loaded: dict[str, tuple[Any, str]] = field(default_factory=dict, repr=False)
@@ -283,7 +284,8 @@ class Pipeline:
         turbo = [(lora.name, lora.turbo) for lora, strength in self.loras if strength and lora.turbo]
         unfit = turbo_warnings(plan.schedule.kind, plan.schedule.steps, 1.0, turbo)
         vain = [*without_effect(self.kv_device, self.device.type != "cpu"), *self._graphs_in_vain(plan)]
-        return [*plan.warnings, *unfit, *(line for lora, _ in self.loras for line in lora.warnings), *vain]
+        loras = [line for lora, _ in self.loras for line in lora.warnings]
+        return [*self.notes, *plan.warnings, *unfit, *loras, *vain]
 
     def _graphs_in_vain(self, plan: Plan) -> list[str]:
         """Why a run that shall record steps will not."""

@@ -16,7 +16,7 @@ from .errors import UserError
 MAX_JOBS = 10_000
 # Flags of the whole process: a job cannot change what the others share.
 SHARED = ("model", "dit", "encoder", "vae", "tokenizer", "dtype", "device", "lora", "keep", "kv_storage", "kv_device",
-          "compile", "cuda_graph", "attention", "repeat", "session")  # fmt: skip
+          "kv_budget", "force", "compile", "cuda_graph", "attention", "repeat", "session")  # fmt: skip
 
 EXAMPLE = '{"prompt": "a cat", "out": "cat.png"}'
 

@@ -52,6 +52,11 @@ FOREIGN_ENDINGS = {
 FOREIGN_PARTS = {"bitsandbytes__": "bitsandbytes"}
 
 
+def name_of(dtype: torch.dtype) -> str:
+    """Of a dtype that networks are loaded in, as flags name it."""
+    return next(name for name, each in DTYPES.items() if each == dtype)
+
+
 @dataclass(frozen=True)
 class Packing:
     """How one quantized weight is stored: `kind` int8 or fp8, the key of its scale, and its rotation's group size.

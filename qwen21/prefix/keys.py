@@ -1,10 +1,9 @@
 """What makes the units of a prefix, as short names: equal names, equal K and V.
 
-A unit's K and V follow from the text states and reference latents up to its end. A causal encoder makes the states of a
-prompt's head from the head alone, but rounds them differently behind another tail (2e-6 measured), so their bytes are
-no name that a new prompt could share. Their origin is: token ids, reference pixels, encoder. Others may change a tensor
-and keep the dictionary it came in, so an origin counts only while the content noted beside it still matches; else the
-content itself is the name.
+A unit's K and V follow from the text states and reference latents up to its end. Our encoder reads each reference by
+itself, so the states up to its end are bit-equal whatever follows, and their origin names them without a tensor being
+compared: token ids, reference pixels, encoder. Others may change a tensor and keep the dictionary it came in, so an
+origin counts only while the content noted beside it still matches; else the content itself is the name.
 """
 
 from __future__ import annotations

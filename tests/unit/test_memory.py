@@ -243,11 +243,11 @@ def test_reading_is_that_of_real_calls(dtype, blocks, text, mlp):
     layout = TokenLayout((*ids, *[3] * text), 0, tuple(spans), tuple(blocks))
     images = [Image.new("RGB", (32 * columns, 32 * rows)) for rows, columns in blocks]
     with torch.inference_mode(), Live(*encoder.parameters()) as live:
-        pictures = []
+        pictures, heads = [], []
         for image in images:  # as `TextEncoder.encode`
-            patches, grid = vision_patches(image)
-            pictures.append(encoder.encode_vision(patches, grid))
-        encoder(layout, encoder.read_head(layout, pictures) if pictures else None)
+            pictures.append(encoder.encode_vision(*vision_patches(image)))
+            heads.append(encoder.read_head(layout, heads, pictures[-1]))
+        encoder(layout, heads)
     patches = [4 * rows * columns for rows, columns in blocks]
     expected = memory.reading_activations(config, patches, len(layout.ids), dtype)
     assert expected == pytest.approx(live.peak, rel=0.05)

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from qwen21 import images, memory, memory_show, planning
+from qwen21 import images, memory, memory_show, pictures, planning
 from qwen21.checkpoint.files import Reader
 from qwen21.checkpoint.load import find_folder, module_of
 from qwen21.cli import build_parser, main
@@ -176,7 +176,7 @@ def test_sizes_are_those_of_upright_pictures(tmp_path, orientation):
     exif = Image.Exif()
     exif[0x0112] = orientation
     path = save(tmp_path / "a.jpg", (96, 64), exif=exif)
-    assert planning.picture_size(path) == images.open_image(path).size
+    assert pictures.picture_size(path) == images.open_image(path).size
 
 
 @pytest.mark.parametrize(

@@ -2,17 +2,15 @@
 
 import pytest
 import torch
-from PIL import Image
-from safetensors.torch import load_file
 
 from qwen21 import memory
 from qwen21.checkpoint import quant
-from qwen21.cli import main
 from qwen21.config import DiTConfig
 from qwen21.dit import DiT
 from qwen21.fused import fuse
-from tests import loras, tiny
+from tests import tiny
 from tests.compiler import needs_compiler
+from tests.device_runs import EDIT, distance, make_folder, run_on
 from tests.ram_gpu import CUDA, ram_gpu
 
 pytestmark = [
@@ -23,30 +21,15 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model, two pictures and a LoRA."""
-    found = tmp_path_factory.mktemp("model")
-    tiny.Tiny(found)
-    for name, colour, size in (("a", (200, 10, 30, 255), (64, 64)), ("b", (20, 210, 30, 200), (96, 64))):
-        Image.new("RGBA", size, colour).save(found / f"{name}.png")
-    loras.write(found / "lora.safetensors", loras.make(1))
-    return found
+    return make_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture
 def latent(folder, tmp_path):
     """Runs `generate` on a device; returns the latent."""
-
-    def run(device, *arguments):
-        given = ["generate", "--model", folder, "--prompt", "a cat", "--steps", 2, "--resolution", 64, "--seed", 3]
-        out = ["--device", device, "--out", tmp_path / "o.png", "--save-latent", tmp_path / "l.safetensors"]
-        places = [folder / each if isinstance(each, str) and "." in each else each for each in arguments]
-        assert main([*map(str, (*given, *places, *out))]) == 0
-        return load_file(tmp_path / "l.safetensors")["latent"]
-
-    return run
+    return lambda device, *arguments: run_on(device, folder, tmp_path, *arguments)
 
 
-EDIT = ("--image", "a.png", "b.png", "--cfg", 3, "--negative", "dull", "--batch", 2)
 CASES = {  # arguments, and how far apart CPU and GPU may round
     "text to image": ((), 1e-5),
     "edit": (EDIT, 1e-5),
@@ -61,10 +44,6 @@ CASES = {  # arguments, and how far apart CPU and GPU may round
     "edit in fp8": ((*EDIT, "--dtype", "fp8"), 0.1),  # a GPU quantizes activations too
     "edit in fp8 by a LoRA": ((*EDIT, "--dtype", "fp8", "--lora", "lora.safetensors"), 0.1),
 }
-
-
-def distance(got, wanted):
-    return float((got - wanted).norm() / wanted.norm())
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -80,7 +80,7 @@ def test_warnings_of_a_lora(plan, tmp_path):
 def test_what_does_not_fit_and_what_is_not_kept_is_said(plan):
     verdict = "This run does not fit: the choices below say what takes too much"
     code, out, _ = plan("--free", "0.001")
-    assert code == 0 and out.splitlines()[2] == verdict
+    assert code == 3 and out.splitlines()[2] == verdict
     assert verdict not in plan()[1]
     off = "- store: the prefix cache is off, so no prefix is kept: every step prefills again"
     assert off in plan("--prefix-cache", "off")[1].splitlines()
