@@ -284,8 +284,7 @@ class Pipeline:
         turbo = [(lora.name, lora.turbo) for lora, strength in self.loras if strength and lora.turbo]
         unfit = turbo_warnings(plan.schedule.kind, plan.schedule.steps, 1.0, turbo)
         vain = [*without_effect(self.kv_device, self.device.type != "cpu"), *self._graphs_in_vain(plan)]
-        loras = [line for lora, _ in self.loras for line in lora.warnings]
-        return [*self.notes, *plan.warnings, *unfit, *loras, *vain]
+        return [*self.notes, *plan.warnings, *unfit, *(line for lora, _ in self.loras for line in lora.warnings), *vain]
 
     def _graphs_in_vain(self, plan: Plan) -> list[str]:
         """Why a run that shall record steps will not."""
