@@ -5,7 +5,6 @@ import logging
 import torch
 
 from ..qwen21.errors import UserError
-from ..qwen21.prompt import placeholder_warnings
 from .common import CHOSEN, ENCODER_ONLY, LATENTS, PADS, REPORT, SLOTS
 from .titles import ENCODE_PROMPT, LOAD_VAE
 
@@ -63,6 +62,8 @@ def _half_seen(extra):
 
 def _entry_warnings(extra, side):
     """Of one entry; `side` stands before the words for what is not the positive."""
+    from ..qwen21.prompt import placeholder_warnings  # costs more than the start of ComfyUI has time for
+
     found = []
     if _half_seen(extra):
         found.append(

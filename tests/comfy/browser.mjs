@@ -44,7 +44,7 @@ async function run() {
   return { status: { status_str: 'nothing ran' } }
 }
 
-/** What our nodes show, by type, and the toasts. */
+/** What our nodes show, by type, and the words on the page, toasts among them; what stands in text boxes is none. */
 async function look(name) {
   await page.waitForTimeout(1500)
   if (shots) await page.screenshot({ path: `${shots}/${name}.png` })
@@ -57,8 +57,7 @@ async function look(name) {
       if (widget) shown[node.type] = widget.value
     }
     const drawn = Object.fromEntries(Object.entries(shown).map(([type, text]) => [type, boxes.includes(text)]))
-    const toasts = [...document.querySelectorAll('.p-toast-message')].map(toast => toast.innerText)
-    return { shown, drawn, toasts }
+    return { shown, drawn, words: document.body.innerText.replace(/\s+/g, ' ') }
   })
 }
 
