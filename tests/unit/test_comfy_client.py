@@ -86,19 +86,6 @@ def test_texts_are_shown_when_asked(run):
         assert 'node 3 "Paint 2.1" (KSampler) says: a report' in run(fake, "--verbose")[2][0]
 
 
-def test_warnings_are_shown_once_without_being_asked_for(run):
-    def play(fake):
-        for warnings in (["early\nlines", "twice"], "nonsense"):
-            fake.tell("qwen21.warnings", node="3", warnings=warnings)
-        fake.finish({"3": {"qwen21_warnings": ["twice", "late"]}})
-
-    with FakeComfy(play) as fake:
-        told = [line.partition(' node 3 "Paint 2.1" (KSampler): ') for line in run(fake)[2][:-1]]
-    assert [(head, text) for head, _, text in told] == [
-        ("qwen21: warning:", text) for text in ("early lines", "twice", "late")
-    ]
-
-
 def test_nothing_is_overwritten_or_written_elsewhere(run, tmp_path):
     names = ["a.png", "../../a.png", "/etc/a.png", "..\\..\\b.png", "a.png"]
     with FakeComfy(lambda fake: fake.finish({"9": {"images": [image(name) for name in names]}})) as fake:
