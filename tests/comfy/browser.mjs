@@ -50,14 +50,16 @@ async function look(name) {
   if (shots) await page.screenshot({ path: `${shots}/${name}.png` })
   return page.evaluate(() => {
     const nodes = (window.app.rootGraph ?? window.app.graph)._nodes
-    const boxes = [...document.querySelectorAll('textarea[readonly]')].map(box => box.value)
+    const boxes = [...document.querySelectorAll('textarea')].map(box => box.value)
+    const prompt = nodes.find(n => n.type === 'Qwen21EncodePrompt')?.widgets.find(w => w.name === 'prompt').value
     const shown = {}
     for (const node of nodes) {
       const widget = node.widgets?.find(w => w.name === 'what_ran')
       if (widget) shown[node.type] = widget.value
     }
     const drawn = Object.fromEntries(Object.entries(shown).map(([type, text]) => [type, boxes.includes(text)]))
-    return { shown, drawn, words: document.body.innerText.replace(/\s+/g, ' ') }
+    const draws = boxes.includes(prompt) // the first Vue nodes draw no text box, not even core's
+    return { shown, drawn, draws, words: document.body.innerText.replace(/\s+/g, ' ') }
   })
 }
 
