@@ -4,6 +4,7 @@ from comfy_api.latest import io
 
 from ..qwen21.config import MAX_BATCH, SIZE_MULTIPLE
 from ..qwen21.errors import UserError
+from .titles import EMPTY_LATENT
 
 CATEGORY = "Qwen-Image 2.1"
 Encoder = io.Custom("QWEN21_ENCODER")
@@ -13,7 +14,10 @@ SWITCH = ["on", "off"]
 
 SLOTS, LATENTS = "image_slots", "reference_latents"  # the keys that core's own Qwen-Image 2.1 nodes use
 PADS = "qwen21_image_pads"  # (start, length, digest) of each reference's vision tokens, where they stay in the states
-SEEN_BY_BOTH, SEEN_BY_ENCODER = "by encoder and transformer", "by the encoder alone (no VAE wired)"
+CHOSEN = "qwen21_encoder_only"  # whether they stay there because the user chose so
+ENCODER_ONLY = "encoder only"
+SEERS = ["transformer and encoder", ENCODER_ONLY]  # who looks at the references
+SEEN_BY_BOTH, SEEN_BY_ENCODER = "by encoder and transformer", "by the encoder alone"
 ORIGIN = "qwen21_origin"  # what made the states and latents, for the prefix store
 REPORT = "qwen21_report"  # what the encoder did, for the sampler's report
 
@@ -38,7 +42,7 @@ def require_pictures(latent):
     if latent.ndim != 4 and not (latent.ndim == 5 and latent.shape[2] == 1):
         raise UserError(
             f"the latent has shape {list(latent.shape)}, expected single pictures [batch, 64, height, width]; make it "
-            "with Qwen21EmptyLatent"
+            f"with '{EMPTY_LATENT}'"
         )
 
 

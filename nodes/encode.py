@@ -8,12 +8,15 @@ from comfy_api.latest import io
 from ..qwen21.options import CANVASES
 from .common import (
     CATEGORY,
+    CHOSEN,
+    ENCODER_ONLY,
     LATENTS,
     ORIGIN,
     PADS,
     REPORT,
     SEEN_BY_BOTH,
     SEEN_BY_ENCODER,
+    SEERS,
     SLOTS,
     Encoder,
     References,
@@ -23,6 +26,7 @@ from .common import (
 )
 from .latent import empty_latent
 from .references import encode_reference, latent_origins
+from .titles import ADD_REFERENCE, ENCODE_PROMPT, LOAD_ENCODER
 
 
 class Qwen21EncodePrompt(io.ComfyNode):
@@ -30,23 +34,22 @@ class Qwen21EncodePrompt(io.ComfyNode):
     def define_schema(cls):
         return io.Schema(
             node_id="Qwen21EncodePrompt",
-            display_name="Encode Qwen-Image 2.1 prompt",
+            display_name=ENCODE_PROMPT,
             category=CATEGORY,
             description=(
                 "Reads a prompt together with its references. Use a second one, with the same references, for a "
                 "negative prompt."
             ),
             inputs=[
-                Encoder.Input("encoder", tooltip="From Qwen21LoadEncoder."),
+                Encoder.Input("encoder", tooltip=f"From '{LOAD_ENCODER}'."),
                 io.String.Input(
                     "prompt",
                     multiline=True,
-                    dynamic_prompts=True,
                     default="",
                     tooltip="What to paint or to change. <image1>, <image2>, ... point at the references.",
                 ),
                 References.Input(
-                    "references", optional=True, tooltip="From Qwen21AddReference, in the order of the chain."
+                    "references", optional=True, tooltip=f"From '{ADD_REFERENCE}', in the order of the chain."
                 ),
                 io.Vae.Input(
                     "vae",
@@ -67,6 +70,16 @@ class Qwen21EncodePrompt(io.ComfyNode):
                 ),
                 *size_inputs("Pixels, for canvas size, or without references."),
                 batch_input(),
+                io.Combo.Input(
+                    "seen_by",
+                    options=SEERS,
+                    default=SEERS[0],
+                    optional=True,
+                    tooltip=(
+                        "Who looks at the references. encoder only takes no VAE: the picture then follows what the "
+                        "encoder understood of them, not how they look."
+                    ),
+                ),
             ],
             outputs=[
                 io.Conditioning.Output(
@@ -77,10 +90,14 @@ class Qwen21EncodePrompt(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, encoder, prompt, references=None, vae=None, canvas="last", width=1024, height=1024, batch=1):
+    def execute(
+        cls, encoder, prompt, references=None, vae=None, canvas="last", width=1024, height=1024, batch=1,
+        seen_by=SEERS[0],
+    ):  # fmt: skip
         from ..qwen21.prefix import Origins, content, text_origin
 
-        check_choices(canvas=(canvas, [*CANVASES, "size"]))
+        check_choices(canvas=(canvas, [*CANVASES, "size"]), seen_by=(seen_by, SEERS))
+        vae = None if seen_by == ENCODER_ONLY else vae
         references = list(references or [])
         text = encoder.encode(prompt, references, keep_image_pads=vae is None)
         extra = {REPORT: report(encoder, prompt, references, text, vae)}
@@ -90,6 +107,7 @@ class Qwen21EncodePrompt(io.ComfyNode):
         elif references:
             spans = zip(text.layout.images, references, strict=True)
             extra[PADS] = [(span.start - text.layout.drop, len(span), r.digest) for span, r in spans]
+            extra[CHOSEN] = seen_by == ENCODER_ONLY
         size = (width, height) if canvas == "size" or not references else canvas_of(references, canvas)
         states = text.states.float().cpu() if text.states.dtype == torch.float16 else text.states.cpu()
         origin = Origins(replace(text_origin(text, encoder.identity), content=content(states)))

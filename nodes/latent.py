@@ -8,6 +8,7 @@ from comfy_api.latest import io
 from ..qwen21.config import LATENT_PIXELS, SIZE_MULTIPLE
 from ..qwen21.options import SCHEDULES
 from .common import CATEGORY, batch_input, check_choices, size_inputs
+from .titles import EMPTY_LATENT, SAMPLER, SCHEDULE
 
 log = logging.getLogger(__name__)
 
@@ -17,7 +18,7 @@ class Qwen21EmptyLatent(io.ComfyNode):
     def define_schema(cls):
         return io.Schema(
             node_id="Qwen21EmptyLatent",
-            display_name="Empty Qwen-Image 2.1 latent",
+            display_name=EMPTY_LATENT,
             category=CATEGORY,
             description="An empty canvas: 64 channels, one cell for 16x16 pixels.",
             inputs=[
@@ -43,9 +44,9 @@ class Qwen21Schedule(io.ComfyNode):
     def define_schema(cls):
         return io.Schema(
             node_id="Qwen21Schedule",
-            display_name="Qwen-Image 2.1 schedule",
+            display_name=SCHEDULE,
             category=CATEGORY,
-            description="The released sigmas for a size, for SamplerCustomAdvanced or Qwen21Sampler.",
+            description=f"The released sigmas for a size, for SamplerCustomAdvanced or '{SAMPLER}'.",
             inputs=[
                 io.Combo.Input(
                     "schedule",

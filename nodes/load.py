@@ -4,11 +4,13 @@ from comfy_api.latest import io
 
 from .bridge import host
 from .common import CATEGORY, Encoder, check_choices
+from .titles import ENCODE_PROMPT, LOAD_DIT, LOAD_ENCODER, LOAD_VAE, SAMPLER
 
 DTYPE_HELP = (
     "Precision the weights are kept in; default is the file's own. fp8 keeps the blocks' linear layers in half the"
     " memory. Layers that the file holds quantized stay so."
 )
+
 FILE_HELP = "A .safetensors file, or a whole model in the diffusers layout (names that end in a slash)."
 
 ENCODER_DEVICES = ["default", "cpu"]
@@ -30,7 +32,7 @@ class Qwen21LoadDiT(io.ComfyNode):
     def define_schema(cls):
         return io.Schema(
             node_id="Qwen21LoadDiT",
-            display_name="Load Qwen-Image 2.1 transformer",
+            display_name=LOAD_DIT,
             category=CATEGORY,
             description="Loads the diffusion transformer, base or Turbo, as a MODEL that any sampler takes.",
             inputs=[
@@ -51,7 +53,7 @@ class Qwen21LoadDiT(io.ComfyNode):
                 io.Model.Output(
                     "model",
                     display_name="model",
-                    tooltip="The transformer, for Qwen21Sampler, KSampler and LoRA loaders.",
+                    tooltip=f"The transformer, for '{SAMPLER}', KSampler and LoRA loaders.",
                 )
             ],
         )
@@ -73,7 +75,7 @@ class Qwen21LoadEncoder(io.ComfyNode):
     def define_schema(cls):
         return io.Schema(
             node_id="Qwen21LoadEncoder",
-            display_name="Load Qwen-Image 2.1 text encoder",
+            display_name=LOAD_ENCODER,
             category=CATEGORY,
             description="Loads Qwen3-VL-8B, which reads prompts and references. The tokenizer is found by itself.",
             inputs=[
@@ -96,7 +98,7 @@ class Qwen21LoadEncoder(io.ComfyNode):
                 ),
                 keep_input("mlp, layers.0"),
             ],
-            outputs=[Encoder.Output("encoder", display_name="encoder", tooltip="The encoder, for Qwen21EncodePrompt.")],
+            outputs=[Encoder.Output("encoder", display_name="encoder", tooltip=f"The encoder, for '{ENCODE_PROMPT}'.")],
         )
 
     @classmethod
@@ -116,7 +118,7 @@ class Qwen21LoadVAE(io.ComfyNode):
     def define_schema(cls):
         return io.Schema(
             node_id="Qwen21LoadVAE",
-            display_name="Load Qwen-Image 2.1 VAE",
+            display_name=LOAD_VAE,
             category=CATEGORY,
             description="Loads the RGBA VAE. Tiles are exact, so large pictures decode without seams.",
             inputs=[
@@ -141,7 +143,7 @@ class Qwen21LoadVAE(io.ComfyNode):
             ],
             outputs=[
                 io.Vae.Output(
-                    "vae", display_name="vae", tooltip="The VAE, for VAE Decode, VAE Encode and Qwen21EncodePrompt."
+                    "vae", display_name="vae", tooltip=f"The VAE, for VAE Decode, VAE Encode and '{ENCODE_PROMPT}'."
                 )
             ],
         )

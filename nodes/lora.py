@@ -1,14 +1,12 @@
 """LoRAs: a file onto a MODEL, and what of it found its place."""
 
-import logging
-
 from comfy_api.latest import io
 
 from ..qwen21.checked import printable
 from .bridge import host
 from .common import CATEGORY
-
-log = logging.getLogger(__name__)
+from .notices import shown, tell
+from .titles import LOAD_DIT, LOAD_LORA
 
 
 class Qwen21LoadLoRA(io.ComfyNode):
@@ -16,14 +14,14 @@ class Qwen21LoadLoRA(io.ComfyNode):
     def define_schema(cls):
         return io.Schema(
             node_id="Qwen21LoadLoRA",
-            display_name="Load Qwen-Image 2.1 LoRA",
+            display_name=LOAD_LORA,
             category=CATEGORY,
             description=(
                 "Puts a LoRA onto the transformer, in any style of keys, DoRA too, and says what of it matched. Chain "
                 "several for a stack."
             ),
             inputs=[
-                io.Model.Input("base_model", display_name="model", tooltip="From Qwen21LoadDiT, or another LoRA."),
+                io.Model.Input("base_model", display_name="model", tooltip=f"From '{LOAD_DIT}', or another LoRA."),
                 io.Combo.Input("file", options=host.choices("lora"), tooltip="A .safetensors file of models/loras."),
                 io.Float.Input(
                     "strength",
@@ -51,18 +49,19 @@ class Qwen21LoadLoRA(io.ComfyNode):
         from .bridge.lora import with_lora
 
         model, lora = with_lora(base_model, host.find("lora", file), strength)
-        for warning in lora.warnings:
-            log.warning("Qwen-Image 2.1: %s", warning)
-        return io.NodeOutput(model, report(lora, file, strength))
+        tell(lora.warnings)
+        text = report(lora, file, strength)
+        return io.NodeOutput(model, text, ui=shown(text, lora.warnings))
 
 
 def report(lora, file, strength):
-    """Lines for people: what matched by kind, what did not by name, and what to heed."""
+    """Lines for people: what to heed, what matched by kind, and what did not by name."""
     matched = ", ".join(f"{count} {kind}" for kind, count in lora.matched.items())
-    lines = [f"{file} at strength {strength:g}", f"matched layers: {matched}"]
+    lines = [f"! {warning}" for warning in lora.warnings]
+    if not strength:
+        lines.append("! strength is 0: the model stays as it is")
+    lines += [f"{file} at strength {strength:g}", f"matched layers: {matched}"]
     if lora.unmatched:
         lines.append(f"not matched: {len(lora.unmatched)}")
         lines += [f"  {printable(name)}" for name in lora.unmatched]
-    if not strength:
-        lines.append("! strength is 0: the model stays as it is")
-    return "\n".join([*lines, *[f"! {warning}" for warning in lora.warnings]])
+    return "\n".join(lines)

@@ -1,11 +1,13 @@
 """The memory plan of a run, before anything is loaded."""
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..qwen21.config import MAX_REFERENCES
 from ..qwen21.options import KV_STORAGES
 from .bridge import host
 from .common import CATEGORY, batch_input, check_choices, resolution_input, size_inputs
+from .notices import shown
+from .titles import ADD_REFERENCE, LOAD_DIT, LOAD_ENCODER, LOAD_VAE, MEMORY_PLAN
 
 
 class Qwen21MemoryPlan(io.ComfyNode):
@@ -13,22 +15,22 @@ class Qwen21MemoryPlan(io.ComfyNode):
     def define_schema(cls):
         return io.Schema(
             node_id="Qwen21MemoryPlan",
-            display_name="Qwen-Image 2.1 memory plan",
+            display_name=MEMORY_PLAN,
             category=CATEGORY,
             description="What a run will need, and whether it fits, from the files' headers alone: loads no weights.",
             inputs=[
                 io.Combo.Input(
-                    "transformer", options=host.choices("dit"), tooltip="The file that Qwen21LoadDiT would load."
+                    "transformer", options=host.choices("dit"), tooltip=f"The file that '{LOAD_DIT}' would load."
                 ),
                 io.Combo.Input(
-                    "encoder", options=host.choices("encoder"), tooltip="The file that Qwen21LoadEncoder would load."
+                    "encoder", options=host.choices("encoder"), tooltip=f"The file that '{LOAD_ENCODER}' would load."
                 ),
-                io.Combo.Input("vae", options=host.choices("vae"), tooltip="The file that Qwen21LoadVAE would load."),
+                io.Combo.Input("vae", options=host.choices("vae"), tooltip=f"The file that '{LOAD_VAE}' would load."),
                 *size_inputs("Of the output, in pixels."),
                 io.Int.Input(
                     "references", default=0, min=0, max=MAX_REFERENCES, tooltip="How many pictures the edit looks at."
                 ),
-                resolution_input("Each reference has about resolution x resolution pixels, as in Qwen21AddReference."),
+                resolution_input(f"Each reference has about resolution x resolution pixels, as in '{ADD_REFERENCE}'."),
                 batch_input(),
                 io.Boolean.Input(
                     "guided", default=False, tooltip="With a negative prompt and a cfg other than 1: one more prefix."
@@ -109,4 +111,4 @@ class Qwen21MemoryPlan(io.ComfyNode):
             computed_in={} if free_gib else host.computed_in(parts, dtype),
         )
         text = describe(plan)
-        return io.NodeOutput(text, to_pixels(draw(plan))[None], ui=ui.PreviewText(text))
+        return io.NodeOutput(text, to_pixels(draw(plan))[None], ui=shown(text))

@@ -5,6 +5,7 @@ from comfy_api.latest import io
 from ..qwen21.errors import UserError
 from ..qwen21.options import KV_STORAGES
 from .common import CATEGORY, SWITCH, check_choices
+from .titles import LOAD_DIT, PREFIX_CACHE, SAMPLER
 
 PLACES = ["auto", "gpu", "cpu"]
 
@@ -14,14 +15,14 @@ class Qwen21PrefixCache(io.ComfyNode):
     def define_schema(cls):
         return io.Schema(
             node_id="Qwen21PrefixCache",
-            display_name="Qwen-Image 2.1 prefix cache",
+            display_name=PREFIX_CACHE,
             category=CATEGORY,
             description=(
-                "How the prefix of text and references is kept, for people who use KSampler. Qwen21Sampler has its "
+                f"How the prefix of text and references is kept, for people who use KSampler. '{SAMPLER}' has its "
                 "own switch."
             ),
             inputs=[
-                io.Model.Input("base_model", display_name="model", tooltip="From Qwen21LoadDiT."),
+                io.Model.Input("base_model", display_name="model", tooltip=f"From '{LOAD_DIT}'."),
                 io.Combo.Input(
                     "prefix_cache",
                     options=SWITCH,
@@ -65,7 +66,7 @@ class Qwen21PrefixCache(io.ComfyNode):
         check_choices(prefix_cache=(prefix_cache, SWITCH), device=(device, PLACES), storage=(storage, KV_STORAGES))
         if not is_ours(base_model):
             raise UserError(
-                f"the MODEL is a {type(base_model.model).__name__}; only MODELs of Qwen21LoadDiT keep a prefix"
+                f"the MODEL is a {type(base_model.model).__name__}; only MODELs of '{LOAD_DIT}' keep a prefix"
             )
         settings = {"device": device, "storage": storage, "budget": budget}
         return io.NodeOutput(with_prefix_options(base_model, cache=prefix_cache == "on", **settings))

@@ -4,7 +4,8 @@ from comfy_api.latest import io
 
 from ..qwen21.errors import UserError
 from ..qwen21.options import FITS
-from .common import CATEGORY, LATENTS, ORIGIN, PADS, REPORT, SEEN_BY_BOTH, SLOTS, References, resolution_input
+from .common import CATEGORY, CHOSEN, LATENTS, ORIGIN, PADS, REPORT, SEEN_BY_BOTH, SLOTS, References, resolution_input
+from .titles import ADD_REFERENCE, ENCODE_PROMPT, LOAD_VAE, SPLICE_REFERENCES
 
 
 class Qwen21AddReference(io.ComfyNode):
@@ -12,7 +13,7 @@ class Qwen21AddReference(io.ComfyNode):
     def define_schema(cls):
         return io.Schema(
             node_id="Qwen21AddReference",
-            display_name="Add reference",
+            display_name=ADD_REFERENCE,
             category=CATEGORY,
             description=(
                 "Adds a picture (or each of a batch) to the references. Chain up to ten; prompts call them <image1>,"
@@ -79,7 +80,7 @@ class Qwen21SpliceReferences(io.ComfyNode):
     def define_schema(cls):
         return io.Schema(
             node_id="Qwen21SpliceReferences",
-            display_name="Splice references",
+            display_name=SPLICE_REFERENCES,
             category=CATEGORY,
             description=(
                 "Puts reference latents at their slots in a prompt that was encoded with the same references but "
@@ -87,10 +88,10 @@ class Qwen21SpliceReferences(io.ComfyNode):
             ),
             inputs=[
                 io.Conditioning.Input(
-                    "conditioning", tooltip="From Qwen21EncodePrompt with these references and no VAE."
+                    "conditioning", tooltip=f"From '{ENCODE_PROMPT}' with these references and no VAE."
                 ),
                 References.Input("references", tooltip="The same references, in the same order."),
-                io.Vae.Input("vae", tooltip="From Qwen21LoadVAE."),
+                io.Vae.Input("vae", tooltip=f"From '{LOAD_VAE}'."),
             ],
             outputs=[
                 io.Conditioning.Output(
@@ -110,9 +111,10 @@ def splice(states, extra, references, vae):
     from ..qwen21.sequence import drop_spans
 
     pads = extra.pop(PADS, None)
+    extra.pop(CHOSEN, None)
     if pads is None:
         raise UserError(
-            "this conditioning has no open slots: encode the prompt by Qwen21EncodePrompt with the references and "
+            f"this conditioning has no open slots: encode the prompt by '{ENCODE_PROMPT}' with the references and "
             "without a VAE, then splice"
         )
     if len(pads) != len(references):
@@ -160,7 +162,7 @@ def encode_reference(vae, reference):
     if getattr(vae, "latent_channels", None) != 64:
         raise UserError(
             f"the VAE has {getattr(vae, 'latent_channels', 'unknown')} latent channels, Qwen-Image 2.1 has 64; load it "
-            "with Qwen21LoadVAE"
+            f"with '{LOAD_VAE}'"
         )
     from ..qwen21.images import to_pixels
 

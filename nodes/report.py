@@ -2,26 +2,22 @@
 
 from ..qwen21.manifest import library_versions
 from ..qwen21.mini import size_warning
-from ..qwen21.prompt import placeholder_warnings
 from ..qwen21.schedule import turbo_warnings
 from .bridge.lora import attached, turbo_loras
 from .bridge.model import is_reshaped
-from .common import LATENTS, PADS, REPORT, SLOTS
+from .common import REPORT
+from .notices import conditioning_warnings
 
 
-def build_report(model, positive, negative, schedule, settings, unguided=None):
-    """The report as a dictionary. `negative` is None where nothing was guided; `settings` are the sampler's own,
-    `unguided` says why no step was guided, where that is worth a warning."""
+def build_report(model, positive, negative, schedule, settings, warnings):
+    """The report as a dictionary. `negative` is None where nothing was guided; `settings` are the sampler's own."""
     return {
+        "warnings": warnings,
         "model": _model(model),
         "schedule": {"kind": schedule.kind, "sigmas": [round(s, 7) for s in schedule.sigmas.tolist()]},
         **settings,
         "positive": positive[0][1].get(REPORT),
         "negative": None if negative is None else negative[0][1].get(REPORT),
-        "warnings": [
-            *turbo_warnings(schedule.kind, schedule.steps, settings["cfg"], turbo_loras(model)),
-            *_warnings(model, settings["size"], schedule, positive[0][1], unguided),
-        ],
         "versions": library_versions(),
     }
 
@@ -40,32 +36,30 @@ def _model(model):
     }
 
 
-def _warnings(model, size, schedule, extra, unguided):
-    found = list(schedule.warnings)
+def warnings_of(model, positive, negative, schedule, size, cfg=1.0, unguided=None):
+    """What is to be heeded in a run, known before its first step. `positive` and `negative` are CONDITIONINGs, the
+    latter None where nothing is guided, at `cfg`; `unguided` says why no step is, where that is worth a warning."""
+    found = conditioning_warnings(*([extra for _, extra in side or []] for side in (positive, negative)))
+    found += schedule.warnings
+    found += turbo_warnings(schedule.kind, schedule.steps, cfg, turbo_loras(model))
     part = getattr(model.model, "part", None)
     if part and (warning := size_warning(part.checkpoint.path, tuple(size))):
         found.append(warning)
-    if PADS in extra:
-        found.append("references were seen by the encoder alone: wire the VAE into Qwen21EncodePrompt")
-    latents, slots = len(extra.get(LATENTS) or []), len(extra.get(SLOTS) or [])
-    if latents > slots:
-        found.append(f"{latents - slots} of {latents} reference latents have no slot in the prompt and follow the text")
     if unguided:
         found.append(unguided)
     if schedule.kind != "custom" and is_reshaped(model):
         found.append("a node gave the MODEL another shift, which the released schedule does not use; wire its sigmas")
-    asked = extra.get(REPORT) or {}
-    found += placeholder_warnings([asked.get("prompt", "")], len(asked.get("references", [])))
     return found
 
 
 def summary(report):
-    """A few lines for the node."""
+    """A few lines for the node, what is to be heeded first."""
     from ..qwen21.prefix import Reuse
 
     references = (report["positive"] or {}).get("references", [])
     width, height = report["size"]
-    lines = [
+    lines = [f"! {warning}" for warning in report["warnings"]]
+    lines += [
         f"{report['schedule']['kind']}, {len(report['schedule']['sigmas']) - 1} steps, {report['sampler']}",
         f"{width}x{height}, seed {report['seed']}, {report['noise']['mode']} noise",
     ]
@@ -75,4 +69,4 @@ def summary(report):
     for side in ("positive", "negative"):
         for facts in (report.get("prefix") or {}).get(side, []):
             lines.append(f"{side} prefix: {Reuse(**facts)}")
-    return "\n".join([*lines, *[f"! {warning}" for warning in report["warnings"]]])
+    return "\n".join(lines)

@@ -7,12 +7,13 @@ import comfy.sample
 import comfy.samplers
 import latent_preview
 import torch
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
 from ..qwen21.config import LATENT_PIXELS, SIZE_MULTIPLE, ScheduleConfig
 from ..qwen21.errors import UserError
 from ..qwen21.options import EDIT_NOISES, SCHEDULES
 from .common import CATEGORY, LATENTS, SWITCH, check_choices, require_pictures
+from .titles import EMPTY_LATENT, ENCODE_PROMPT, LOAD_DIT, LOAD_VAE, SAMPLER
 
 SAMPLERS = ["euler", *[name for name in comfy.samplers.SAMPLER_NAMES if name != "euler"]]
 
@@ -22,14 +23,14 @@ class Qwen21Sampler(io.ComfyNode):
     def define_schema(cls):
         return io.Schema(
             node_id="Qwen21Sampler",
-            display_name="Qwen-Image 2.1 sampler",
+            display_name=SAMPLER,
             category=CATEGORY,
             description="Paints with the released schedule of the latent's size. The report says what ran.",
             inputs=[
                 io.Model.Input(
-                    "model", tooltip="From Qwen21LoadDiT, LoRAs applied or not; core's Qwen-Image 2.1 MODEL works too."
+                    "model", tooltip=f"From '{LOAD_DIT}', LoRAs applied or not; core's Qwen-Image 2.1 MODEL works too."
                 ),
-                io.Conditioning.Input("positive", tooltip="From Qwen21EncodePrompt."),
+                io.Conditioning.Input("positive", tooltip=f"From '{ENCODE_PROMPT}'."),
                 io.Latent.Input(
                     "latent",
                     tooltip=(
@@ -89,7 +90,7 @@ class Qwen21Sampler(io.ComfyNode):
                     "negative",
                     optional=True,
                     lazy=True,
-                    tooltip="A second Qwen21EncodePrompt with the same references. Not even run where cfg is 1.",
+                    tooltip=f"A second '{ENCODE_PROMPT}' with the same references. Not even run where cfg is 1.",
                 ),
                 io.Float.Input(
                     "cfg_start",
@@ -135,7 +136,8 @@ class Qwen21Sampler(io.ComfyNode):
     ):  # fmt: skip
         from ..qwen21.sampler import noise_seed
         from .bridge.model import is_cores, is_ours, with_prefix_options
-        from .report import build_report, summary
+        from .notices import require_seen, shown, tell
+        from .report import build_report, summary, warnings_of
 
         check_choices(
             schedule=(schedule, SCHEDULES),
@@ -145,16 +147,21 @@ class Qwen21Sampler(io.ComfyNode):
         )
         if not is_ours(model) and not is_cores(model):
             raise UserError(
-                f"the MODEL is a {type(model.model).__name__}, expected Qwen-Image 2.1; load it with Qwen21LoadDiT"
+                f"the MODEL is a {type(model.model).__name__}, expected Qwen-Image 2.1; load it with '{LOAD_DIT}'"
             )
+        require_seen([extra for _, extra in positive])
         samples = canvas(latent)
         chosen = choose_schedule(model, samples, schedule, steps, denoise, sigmas)
         unguided = why_unguided(cfg, cfg_start, cfg_end, chosen.steps)
         guided = unguided is None
         if guided and negative is None:
             raise UserError(
-                f"cfg is {cfg:g} but no negative is wired; wire a second Qwen21EncodePrompt, or set cfg to 1"
+                f"cfg is {cfg:g} but no negative is wired; wire a second '{ENCODE_PROMPT}', or set cfg to 1"
             )
+        size = [samples.shape[-1] * LATENT_PIXELS, samples.shape[-2] * LATENT_PIXELS]
+        told = unguided if cfg != 1 or is_wired(cls.hidden, "negative") else None
+        warnings = warnings_of(model, positive, negative if guided else None, chosen, size, cfg if guided else 1.0, told)
+        tell(warnings)
         references = len(positive[0][1].get(LATENTS) or [])
         moved = noise_seed(seed, references, edit_noise)
         noise = comfy.sample.prepare_noise(samples, moved, latent.get("batch_index"))
@@ -189,18 +196,18 @@ class Qwen21Sampler(io.ComfyNode):
                 "cfg": cfg if guided else 1.0,
                 "cfg_range": [cfg_start, cfg_end] if guided else None,
                 "denoise": denoise,
-                "size": [samples.shape[-1] * LATENT_PIXELS, samples.shape[-2] * LATENT_PIXELS],
+                "size": size,
                 "batch": samples.shape[0],
                 "prefix_cache": prefix_cache if is_ours(model) else "core's MODEL has no prefix store",
                 "prefix": prefix_facts(model, guider) if is_ours(model) else None,
             },
-            unguided if cfg != 1 or is_wired(cls.hidden, "negative") else None,
+            warnings,
         )
         if cls.hidden.extra_pnginfo is not None:
             cls.hidden.extra_pnginfo["qwen21"] = report  # travels into the pictures that SaveImage writes
         text = json.dumps(report, ensure_ascii=False, indent=1)
         kept = {key: value for key, value in latent.items() if key != "downscale_ratio_spacial"}
-        return io.NodeOutput(kept | {"samples": result}, text, ui=ui.PreviewText(summary(report)))
+        return io.NodeOutput(kept | {"samples": result}, text, ui=shown(summary(report), warnings))
 
 
 def prefix_facts(model, guider):
@@ -232,6 +239,8 @@ def why_unguided(cfg, start, end, steps):
 class Guider(comfy.samplers.CFGGuider):
     """Core's guidance, in a part of the steps only: from `start` (0 to 1) up to `end`."""
 
+    tells_warnings = True  # the node that runs it has said them
+
     def __init__(self, model, start, end):
         super().__init__(model)
         self.start, self.end = start, end
@@ -258,7 +267,7 @@ def canvas(latent):
     if not empty:
         raise UserError(
             f"the latent has {samples.shape[1]} channels, Qwen-Image 2.1 has 64; encode the picture with the VAE of "
-            "Qwen21LoadVAE, or make an empty one with Qwen21EmptyLatent"
+            f"'{LOAD_VAE}', or make an empty one with '{EMPTY_LATENT}'"
         )
     pixels = latent.get("downscale_ratio_spacial", 8)
     h, w = (max(1, side * pixels // SIZE_MULTIPLE) * SIZE_MULTIPLE // LATENT_PIXELS for side in samples.shape[-2:])

@@ -5,8 +5,10 @@ class UserError(ValueError):
     """Something the user gave cannot be used.
 
     The message is one line: what was got, what was expected, what to do about it. The command line prints it and
-    exits with 2; nodes show it on the node.
+    exits with 2; nodes show it on the node, under the name `qwen21.UserError` wherever the pack lies.
     """
+
+    __module__ = "qwen21"  # ComfyUI heads an error with module and name, and loads a pack under its whole path
 
 
 class Cancelled(Exception):

@@ -14,6 +14,7 @@ from ...qwen21.errors import UserError
 from ...qwen21.prefix import Origins, Prefix, PrefixInputs, Reuse, unit_keys
 from ...qwen21.sequence import PrefixLayout, prefix_layout, settle_slots
 from ..common import LATENTS, ORIGIN, SLOTS
+from ..titles import ENCODE_PROMPT
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ def condition_of(cond: Mapping[str, Any], normalise: Callable[[Tensor], Tensor])
     """From the entries of one CONDITIONING. `UserError` where slots and latents do not agree."""
     states = cond.get("cross_attn")
     if states is None:
-        raise UserError("the conditioning holds no text states; wire Qwen21EncodePrompt into the sampler")
+        raise UserError(f"the conditioning holds no text states; wire '{ENCODE_PROMPT}' into the sampler")
     texts = [_kept(row, cond.get("attention_mask"), i) for i, row in enumerate(states)]
     latents = [_latent(latent, i) for i, latent in enumerate(cond.get(LATENTS) or [], 1)]
     slots, warning = settle_slots(_slots(cond), len(latents), len(texts[0]))

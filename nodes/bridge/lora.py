@@ -13,6 +13,7 @@ from torch import Tensor
 from ...qwen21.checkpoint.lora import Adapter, Lora, read_lora
 from ...qwen21.checkpoint.lora_apply import LARGEST_STRENGTH, describe
 from ...qwen21.errors import UserError
+from ..titles import LOAD_DIT
 from .model import is_cores, is_ours
 
 ATTACHED = "qwen21_loras"  # what a MODEL's reports say of its LoRAs
@@ -57,11 +58,11 @@ def with_lora(patcher: Any, path: Path, strength: float) -> tuple[Any, Lora]:
     """A clone of a MODEL with one more LoRA in force; at strength 0 the MODEL itself."""
     if is_cores(patcher):
         raise UserError(
-            "the MODEL is core's own Qwen-Image 2.1; take LoraLoaderModelOnly for it, or load it with Qwen21LoadDiT"
+            f"the MODEL is core's own Qwen-Image 2.1; take LoraLoaderModelOnly for it, or load it with '{LOAD_DIT}'"
         )
     if not is_ours(patcher):
         raise UserError(
-            f"the MODEL is a {type(patcher.model).__name__}, expected Qwen-Image 2.1; load it with Qwen21LoadDiT"
+            f"the MODEL is a {type(patcher.model).__name__}, expected Qwen-Image 2.1; load it with '{LOAD_DIT}'"
         )
     if not math.isfinite(strength) or abs(strength) > LARGEST_STRENGTH:
         raise UserError(f"strength is {strength:g}, expected -{LARGEST_STRENGTH:g} to {LARGEST_STRENGTH:g}")

@@ -26,6 +26,8 @@ from ...qwen21.memory import working_bytes
 from ...qwen21.prefix import Prefix
 from ...qwen21.schedule import is_run_of, official_grid, turbo_sigmas, turbo_warnings
 from ..common import require_pictures
+from ..notices import tell, tell_of
+from ..titles import EMPTY_LATENT, ENCODE_PROMPT, LOAD_VAE
 from .condition import Condition, condition_of
 from .host import COMPUTES, check_cancel, precision, stored_as, transformer_cast
 from .options import Compiler, attention, refuse_unsupported
@@ -50,8 +52,8 @@ class _Channels(int):
             ratios = "downscale_ratio_spacial" in inspect.signature(comfy.sample.fix_empty_latent_channels).parameters
             if other not in (4, 16) or not ratios:
                 raise UserError(
-                    f"the latent has {other} channels, Qwen-Image 2.1 has 64; make it with the node Qwen21EmptyLatent, "
-                    "or take the latent of Qwen21EncodePrompt"
+                    f"the latent has {other} channels, Qwen-Image 2.1 has 64; make it with the node '{EMPTY_LATENT}', "
+                    f"or take the latent of '{ENCODE_PROMPT}'"
                 )
             self.owner.unscaled = True
         return int(self) != other
@@ -91,7 +93,7 @@ class Qwen21LatentFormat(comfy.latent_formats.LatentFormat):
         if latent.shape[1] != 64:
             raise UserError(
                 f"the latent has {latent.shape[1]} channels, Qwen-Image 2.1 has 64; encode the picture with the VAE of "
-                "Qwen21LoadVAE"
+                f"'{LOAD_VAE}'"
             )
         return (latent - self.mean.to(latent)) / self.std.to(latent)
 
@@ -286,10 +288,11 @@ def _use_official_grid(executor: Any, noise: Tensor, latent_image: Tensor, sampl
     patcher = executor.class_obj.model_patcher
     if isinstance(patcher.model, Qwen21Model):
         _require_plain(patcher, noise)
+        tell_of(executor.class_obj)
     official = official_sigmas(patcher, sigmas, noise.shape[-1] * noise.shape[-2])
     if official is None and getattr(patcher.model, "turbo", False):
         if not is_run_of(turbo_sigmas(patcher.model.schedule), sigmas):
-            log.warning("Qwen-Image 2.1 Turbo: not its own 8 steps; the given sigmas run as they are")
+            tell(["Turbo, but not its own 8 steps; the given sigmas run as they are"])
     elif official is None:
         log.info("Qwen-Image 2.1: sampling the given sigmas as they are")
     else:

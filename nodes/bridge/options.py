@@ -14,6 +14,7 @@ from ...qwen21.config import DiTConfig
 from ...qwen21.errors import UserError
 from ...qwen21.kernels import CompiledKernels, Kernels
 from ...qwen21.kitchen import uncompiled
+from ..titles import ENCODE_PROMPT
 from .condition import Condition
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ class Compiler:
 
 def refuse_unsupported(control: Any, options: dict[str, Any], condition: Condition | None) -> None:
     if condition is None:
-        raise UserError("the Qwen-Image 2.1 MODEL got no conditioning; wire Qwen21EncodePrompt into positive")
+        raise UserError(f"the Qwen-Image 2.1 MODEL got no conditioning; wire '{ENCODE_PROMPT}' into positive")
     if control is not None:
         raise UserError("ControlNets do not exist for Qwen-Image 2.1; remove the Apply ControlNet node")
     patches = [name for name, given in options.get("patches", {}).items() if given]

@@ -14,6 +14,8 @@ from .workflow import Workflow
 TICK = 0.5  # seconds; how long one wait lasts
 SILENCE = 5.0  # after so long without a message the server is asked
 LOST = 60.0  # after so long without any answer it is given up
+WARNINGS = "qwen21.warnings"  # the message in which our nodes send what is to be heeded, before the work
+KEPT_WARNINGS = "qwen21_warnings"  # the same among what a node put out, which a server gives from its cache too
 
 
 class Bar(Protocol):
@@ -23,15 +25,18 @@ class Bar(Protocol):
 
     def step(self, done: int, steps: int, _latent: object) -> None: ...
 
+    def warn(self, warning: str) -> None: ...
+
 
 class Follower:
-    """Follows one workflow to its end. `errors` are the lines of nodes that failed."""
+    """Follows one workflow to its end. `errors` are the lines of nodes that failed; warnings go to the bar at once."""
 
     def __init__(self, server: Server, socket: Messages | None, workflow: Workflow, prompt_id: str, bar: Bar) -> None:
         self._server, self._socket = server, socket
         self._workflow, self._prompt_id, self._bar = workflow, prompt_id, bar
         self.errors: list[str] = []
         self.tracebacks: list[str] = []
+        self._warned: set[str] = set()
 
     def wait(self) -> dict[str, Any]:
         """The history entry of the workflow. Raises `ServerError` when there will be none."""
@@ -91,11 +96,23 @@ class Follower:
             self._bar.stage(self._workflow.label(node))
         elif kind == "progress" and data.get("max", 0) >= data.get("value", 0) >= 1:
             self._bar.step(int(data["value"]), int(data["max"]), None)
+        elif kind == WARNINGS:
+            self._warn(str(data.get("node")), data.get("warnings"))
         elif kind == "execution_error":
             self._note_error(data)  # a blocked output is told here alone, while the rest of the workflow goes on
         return False
 
+    def _warn(self, node: str, warnings: object) -> None:
+        """Show each warning once, by whichever way it came first."""
+        for warning in warnings if isinstance(warnings, list) else ():
+            line = f"{self._workflow.label(node)}: {' '.join(str(warning).split())}"
+            if line not in self._warned:
+                self._warned.add(line)
+                self._bar.warn(line)
+
     def _note_end(self, entry: dict[str, Any]) -> None:
+        for node, content in (entry.get("outputs") or {}).items():
+            self._warn(node, content.get(KEPT_WARNINGS))
         status = entry.get("status") or {}
         for kind, data in status.get("messages", []):
             if kind == "execution_error":

@@ -1,6 +1,7 @@
 """The copies of ComfyUI on this machine, and what starts them.
 
 COMFYUI_PATHS names several (separated as PATH is), COMFYUI_PATH one; without them ~/ComfyUI and ~/ComfyUI-0.3.64.
+COMFYUI_FRONTEND is a version of the frontend's package; without it each copy gets the one that it asks for.
 COMFYUI_PYTHON is the interpreter that has ComfyUI's requirements, by default the one that runs the tests.
 """
 
@@ -53,8 +54,9 @@ class Installation:
         missing, frontend = probe.stdout.strip().split("|")
         if missing:
             return f"{self.python_path} lacks {missing} of ComfyUI's requirements; set COMFYUI_PYTHON"
-        wanted = re.search(rf"^{FRONTEND}==([\w.]+)", (self.path / "requirements.txt").read_text(), re.MULTILINE)
-        return self._install_beside(f"{FRONTEND}=={wanted[1]}", folder) if wanted and wanted[1] != frontend else ""
+        asked = re.search(rf"^{FRONTEND}==([\w.]+)", (self.path / "requirements.txt").read_text(), re.MULTILINE)
+        wanted = os.environ.get("COMFYUI_FRONTEND") or (asked[1] if asked else frontend)
+        return self._install_beside(f"{FRONTEND}=={wanted}", folder) if wanted != frontend else ""
 
     def environment(self) -> dict[str, str]:
         """Of its processes: two threads that sleep while they wait, and none of our own folders on the path."""

@@ -68,11 +68,13 @@ def test_nodes_are_there_and_are_ours(server):
 
 
 def test_pages_are_served(server):
-    """Web files, and templates where the pack ships them."""
-    assert f"/extensions/{PACK}" in str(server.get("/extensions")) or not list((ROOT / "web").glob("**/*.js"))
+    """Web files, each script among those that the canvas loads, and templates."""
+    scripts = [f"/extensions/{PACK}/{file.relative_to(ROOT / 'web')}" for file in (ROOT / "web").rglob("*.js")]
+    assert scripts == [f"/extensions/{PACK}/report.js"]
+    assert set(scripts) <= set(server.get("/extensions"))
+    assert server.api.request("GET", scripts[0])[1] == (ROOT / "web" / "report.js").read_bytes()
     assert server.api.request("GET", f"/extensions/{PACK}/icon.svg")[0] == 200
-    if (ROOT / "workflows").is_dir():
-        assert server.get("/workflow_templates")[PACK]
+    assert server.get("/workflow_templates")[PACK]
 
 
 def test_models_are_found(server):

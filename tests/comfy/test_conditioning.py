@@ -125,7 +125,7 @@ def test_without_a_vae_the_encoders_view_is_used(comfy, oracle):
     """The vision tokens stay in the text states, and there are more states than with slots."""
     run = comfy.run(
         two_references(
-            pos=WITHOUT_VAE,
+            pos=prompt("put <image1> on <image2>", references=["refs", 0], seen_by="encoder only"),
             cond=show("pos"),
             whole=prompt("put <image1> on <image2>", references=["refs", 0], vae=["vae", 0]),
             kept=show("whole"),

@@ -17,6 +17,8 @@ from tests.comfy.graphs import (
 )
 from tests.comfy.models import DIT, ENCODER, VAE
 
+EMPTY = "'Empty Qwen-Image 2.1 latent'"  # what the canvas calls the node
+
 
 def refused(comfy, graph, node_id, *words):
     failed, message = comfy.error(graph)
@@ -95,7 +97,7 @@ def test_an_empty_latent_of_another_model_keeps_its_size_in_our_sampler(comfy, c
 def test_an_empty_latent_without_a_ratio_never_doubles_the_picture_in_ksampler(comfy, channels):
     result = comfy.server.post(text_to_image(other=latent(channels), sample=ksampler(latent_image=["other", 0])))
     if result.error:
-        assert f"the latent has {channels} channels" in result.error and "Qwen21EmptyLatent" in result.error
+        assert f"the latent has {channels} channels" in result.error and EMPTY in result.error
     else:
         assert list(shown(result.outputs)["samples"].shape) == [1, 64, 4, 6]
 
@@ -105,7 +107,7 @@ def test_cores_empty_latents_never_double_the_picture_in_ksampler(comfy, name):
     empty = node(name, width=96, height=64, batch_size=1)
     result = comfy.server.post(text_to_image(other=empty, sample=ksampler(latent_image=["other", 0])))
     if comfy.version < (0, 33):  # it cannot know their ratio
-        assert "Qwen21EmptyLatent" in result.error and result.error_node == "sample"
+        assert EMPTY in result.error and result.error_node == "sample"
     else:
         assert list(shown(result.outputs)["samples"].shape) == [1, 64, 4, 6]
 
@@ -127,7 +129,7 @@ def test_a_picture_of_another_model_is_refused(comfy, channels, way):
 def test_latents_with_frames_are_refused(comfy, way):
     frames = node("EmptyHunyuanLatentVideo", width=96, height=64, length=9, batch_size=1)
     entry = {"latent" if way is sampler else "latent_image": ["other", 0]}
-    refused(comfy, text_to_image(other=frames, sample=way(**entry)), "sample", "the latent has", "Qwen21EmptyLatent")
+    refused(comfy, text_to_image(other=frames, sample=way(**entry)), "sample", "the latent has", EMPTY)
 
 
 # --- models that do not belong together ----------------------------------------------------------------------------
@@ -136,9 +138,8 @@ OTHER = node("ProbeOther", model=["dit", 0])
 
 
 def test_another_model_in_our_sampler(comfy):
-    refused(
-        comfy, text_to_image(o=OTHER, sample=sampler(model=["o", 0])), "sample", "the MODEL is a Flux", "Qwen21LoadDiT"
-    )
+    graph = text_to_image(o=OTHER, sample=sampler(model=["o", 0]))
+    refused(comfy, graph, "sample", "the MODEL is a Flux", "'Load Qwen-Image 2.1 transformer'")
 
 
 def test_another_model_in_the_prefix_cache_node(comfy):
@@ -148,7 +149,7 @@ def test_another_model_in_the_prefix_cache_node(comfy):
 
 def test_another_vae_in_the_encoder_node(comfy):
     graph = two_references(o=OTHER, pos=prompt(references=["refs", 0], vae=["o", 1]))
-    refused(comfy, graph, "pos", "the VAE has 16 latent channels", "Qwen21LoadVAE")
+    refused(comfy, graph, "pos", "the VAE has 16 latent channels", "'Load Qwen-Image 2.1 VAE'")
 
 
 def test_conditioning_of_another_text_encoder(comfy):
@@ -162,7 +163,7 @@ def test_conditioning_of_another_text_encoder(comfy):
 
 def test_guidance_without_a_negative(comfy):
     graph = text_to_image(sample=sampler(cfg=3.0))
-    refused(comfy, graph, "sample", "cfg is 3 but no negative is wired", "Qwen21EncodePrompt")
+    refused(comfy, graph, "sample", "cfg is 3 but no negative is wired", "'Encode Qwen-Image 2.1 prompt'")
 
 
 @pytest.mark.parametrize("values", ["0.1, 0.5, 0", "1, 1, 0", "2, 1, 0", "1"])

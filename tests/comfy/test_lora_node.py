@@ -255,7 +255,7 @@ def test_a_file_that_is_not_listed(comfy, files, name):
 def test_a_model_of_another_kind(comfy, files):
     nodes = {"other": node("ProbeOther", model=["dit", 0]), "lora": ours(files("other", loras.make(23)), model="other")}
     failed, message = comfy.error(graph(**nodes))
-    assert failed == "lora" and "the MODEL is a Flux" in message and "Qwen21LoadDiT" in message
+    assert failed == "lora" and "the MODEL is a Flux" in message and "'Load Qwen-Image 2.1 transformer'" in message
 
 
 def test_a_new_prompt_under_a_lora(comfy, files, dense):

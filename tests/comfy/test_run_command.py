@@ -53,6 +53,7 @@ def run(server, workflow, tmp_path, capsys):
         options = ["--server", server.url, "--image", f"LoadImage={picture}", "--out", str(tmp_path / "out")]
         code = main(["run", str(workflow), *options, *arguments])
         seen = capsys.readouterr()
+        call.stderr = seen.err
         return code, seen.out.splitlines(), seen.err.strip().rsplit("\n", 1)[-1]
 
     return call
@@ -87,6 +88,13 @@ def test_error_of_a_node_is_its_message(run, tmp_path):
     code, _, line = run(picture=tmp_path / "text.png")
     assert code == 1
     assert line.startswith("qwen21: node 8 (LoadImage): ") and "Traceback" not in line
+
+
+def test_warnings_are_shown_before_the_work(run):
+    assert run("--set", "4.prompt=a cat beside <image3>", "5.seed=31")[0] == 0
+    warning = "qwen21: warning: node 5 (Qwen21Sampler): the prompt speaks of <image3>, but there are no references"
+    assert run.stderr.count(warning) == 1
+    assert run.stderr.index(warning) < run.stderr.index("3/3")
 
 
 def test_unknown_input_is_named(run):
