@@ -21,7 +21,6 @@ from .common import (
     check_choices,
     size_inputs,
 )
-from .latent import empty_latent
 from .references import encode_reference, latent_origins
 
 
@@ -79,6 +78,7 @@ class Qwen21EncodePrompt(io.ComfyNode):
     @classmethod
     def execute(cls, encoder, prompt, references=None, vae=None, canvas="last", width=1024, height=1024, batch=1):
         from ..qwen21.prefix import Origins, content, text_origin
+        from .bridge.latents import empty_latent
 
         check_choices(canvas=(canvas, [*CANVASES, "size"]))
         references = list(references or [])

@@ -8,16 +8,16 @@ from .bridge.model import is_reshaped
 from .common import LATENTS, PADS, REPORT, SLOTS
 
 
-def build_report(model, positive, negative, schedule, settings, unguided=None):
+def build_report(model, positive, negative, schedule, settings, unguided=None, notes=()):
     """The report as a dictionary. `negative` is None where nothing was guided; `settings` are the sampler's own,
-    `unguided` says why no step was guided, where that is worth a warning."""
+    `unguided` says why no step was guided, where that is worth a warning, `notes` what became of the latent."""
     return {
         "model": _model(model),
         "schedule": {"kind": schedule.kind, "sigmas": [round(s, 7) for s in schedule.sigmas.tolist()]},
         **settings,
         "positive": positive[0][1].get(REPORT),
         "negative": None if negative is None else negative[0][1].get(REPORT),
-        "warnings": _warnings(model, settings["size"], schedule, positive[0][1], unguided),
+        "warnings": [*notes, *_warnings(model, settings["size"], schedule, positive[0][1], unguided)],
         "versions": library_versions(),
     }
 

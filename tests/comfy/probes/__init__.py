@@ -7,6 +7,7 @@ import comfy.model_management
 import comfy.patcher_extension
 import torch
 
+from .finite import ProbeFinite
 from .memory import MAPPINGS
 
 ANY = type("Any", (str,), {"__ne__": lambda self, other: False, "__hash__": str.__hash__})("*")
@@ -271,6 +272,6 @@ NODE_CLASS_MAPPINGS = {
     cls.__name__: cls
     for cls in (
         ProbeShow, ProbeModel, ProbePatch, ProbeClone, ProbeCoreConditioning, ProbeOther, ProbeLatent, ProbeMask,
-        ProbeImage, ProbeSigmas, ProbeConditioning,
+        ProbeImage, ProbeSigmas, ProbeConditioning, ProbeFinite,
     )
 } | MAPPINGS  # fmt: skip
