@@ -40,9 +40,9 @@ class NetworkConfig(dict):
         return NetworkConfig(self)
 
 
-def refuse_training(guider: Any) -> None:
+def refuse_training(sampler: Any) -> None:
     """Core's Train LoRA: a prefix is computed apart from its steps and kept, so no gradient would reach its layers."""
-    if type(guider).__module__.endswith("nodes_train"):
+    if type(sampler).__module__.endswith("nodes_train"):
         raise UserError(
             "a LoRA cannot be trained on the Qwen-Image 2.1 MODEL in ComfyUI; train it with a trainer for Qwen-Image "
             "2.1, and load it here"

@@ -236,7 +236,7 @@ def _use_official_grid(executor: Any, noise: Tensor, latent_image: Tensor, sampl
     """KSampler never asks a model for sigmas: its `simple` grid becomes the released one of this size."""
     patcher = executor.class_obj.model_patcher
     if isinstance(patcher.model, Qwen21Model):
-        refuse_training(executor.class_obj)
+        refuse_training(sampler)
         refuse_end(sigmas)
         _require_plain(patcher, noise)
     official = official_sigmas(patcher, sigmas, noise.shape[-1] * noise.shape[-2])

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from tests.comfy.graphs import Graph, ksampler, loaders, node, prompt
+from tests.comfy.installation import ROOT, installations
+from tests.comfy.models import write_models
 from tests.comfy.server import PACK, LiveServer, Result
 
 OURS = {"MODEL", "CONDITIONING", "LATENT", "SIGMAS", "VAE", "IMAGE", "MASK"}
@@ -170,7 +176,7 @@ def outcome(result: Result) -> str:
     if not result.error:
         return "works"
     told = next((data for kind, data in result.messages if kind == "execution_error"), None)
-    line, *more = result.error.strip().splitlines()
+    line, *more = re.sub(r"/\S+/", "", result.error.strip()).splitlines()
     if told is None:
         return f"core: {line}"
     if "raise UserError(" in told["traceback"][-1] or "raise NotOurs(" in told["traceback"][-1]:
@@ -182,3 +188,22 @@ def outcome(result: Result) -> str:
 def try_node(server: LiveServer, name: str, found: dict[str, Any]) -> str:
     graph = workflow(name, found)
     return f"needs {graph}" if isinstance(graph, str) else outcome(server.post(graph))
+
+
+def main() -> None:
+    """Write sweep.json: what becomes of each node, by version of ComfyUI."""
+    table = {}
+    with tempfile.TemporaryDirectory() as folder:
+        models = write_models(Path(folder) / "models")
+        for installation in installations():
+            if problem := installation.prepare(Path(folder)):
+                raise SystemExit(problem)
+            with LiveServer(installation, Path(folder) / f"base {installation}", models) as server:
+                nodes = swept(server.object_info())
+                table[str(installation)] = {name: try_node(server, name, found) for name, found in nodes.items()}
+    file = ROOT / "tests" / "comfy" / "sweep.json"
+    file.write_text(json.dumps(dict(sorted(table.items())), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
