@@ -24,7 +24,6 @@ from .common import (
     check_choices,
     size_inputs,
 )
-from .latent import empty_latent
 from .references import encode_reference, latent_origins
 from .titles import ADD_REFERENCE, ENCODE_PROMPT, LOAD_ENCODER
 
@@ -95,6 +94,7 @@ class Qwen21EncodePrompt(io.ComfyNode):
         seen_by=SEERS[0],
     ):  # fmt: skip
         from ..qwen21.prefix import Origins, content, text_origin
+        from .bridge.latents import empty_latent
 
         check_choices(canvas=(canvas, [*CANVASES, "size"]), seen_by=(seen_by, SEERS))
         vae = None if seen_by == ENCODER_ONLY else vae

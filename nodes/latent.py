@@ -1,16 +1,10 @@
 """Canvases and schedules."""
 
-import logging
-
-import torch
 from comfy_api.latest import io
 
-from ..qwen21.config import LATENT_PIXELS, SIZE_MULTIPLE
 from ..qwen21.options import SCHEDULES
 from .common import CATEGORY, batch_input, check_choices, size_inputs
 from .titles import EMPTY_LATENT, SAMPLER, SCHEDULE
-
-log = logging.getLogger(__name__)
 
 
 class Qwen21EmptyLatent(io.ComfyNode):
@@ -30,13 +24,9 @@ class Qwen21EmptyLatent(io.ComfyNode):
 
     @classmethod
     def execute(cls, width, height, batch):
+        from .bridge.latents import empty_latent
+
         return io.NodeOutput(empty_latent(width, height, batch))
-
-
-def empty_latent(width, height, batch):
-    """LATENT of zeros; sizes are rounded down to multiples of 32 pixels."""
-    h, w = (side // SIZE_MULTIPLE * SIZE_MULTIPLE // LATENT_PIXELS for side in (height, width))
-    return {"samples": torch.zeros(batch, 64, h, w), "downscale_ratio_spacial": LATENT_PIXELS}
 
 
 class Qwen21Schedule(io.ComfyNode):
@@ -75,16 +65,16 @@ class Qwen21Schedule(io.ComfyNode):
     @classmethod
     def execute(cls, schedule, steps, denoise, width, height, model=None, latent=None):
         from ..qwen21.schedule import make_schedule, turbo_warnings
+        from .bridge.latents import canvas, empty_latent
         from .bridge.lora import turbo_loras
+        from .notices import tell
         from .sample import resolve_schedule
 
         check_choices(schedule=(schedule, SCHEDULES))
-        tokens = width * height // LATENT_PIXELS**2
-        if latent is not None:
-            tokens = latent["samples"].shape[-1] * latent["samples"].shape[-2]
+        samples, _ = canvas(latent or empty_latent(width, height, batch=1))
+        tokens = samples.shape[-1] * samples.shape[-2]
         kind, config = resolve_schedule(schedule, model)
         steps = None if kind == "turbo" else steps
         chosen = make_schedule(kind, tokens, steps=steps, denoise=denoise, config=config)
-        for line in turbo_warnings(kind, chosen.steps, 1.0, turbo_loras(model)):
-            log.warning("Qwen-Image 2.1: %s", line)
+        tell(turbo_warnings(kind, chosen.steps, 1.0, turbo_loras(model)))
         return io.NodeOutput(chosen.sigmas)

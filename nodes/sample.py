@@ -9,11 +9,11 @@ import latent_preview
 import torch
 from comfy_api.latest import io
 
-from ..qwen21.config import LATENT_PIXELS, SIZE_MULTIPLE, ScheduleConfig
+from ..qwen21.config import LATENT_PIXELS, ScheduleConfig
 from ..qwen21.errors import UserError
 from ..qwen21.options import EDIT_NOISES, SCHEDULES
-from .common import CATEGORY, LATENTS, SWITCH, check_choices, require_pictures
-from .titles import EMPTY_LATENT, ENCODE_PROMPT, LOAD_DIT, LOAD_VAE, SAMPLER
+from .common import CATEGORY, LATENTS, SWITCH, check_choices
+from .titles import ENCODE_PROMPT, LOAD_DIT, SAMPLER
 
 SAMPLERS = ["euler", *[name for name in comfy.samplers.SAMPLER_NAMES if name != "euler"]]
 
@@ -135,6 +135,7 @@ class Qwen21Sampler(io.ComfyNode):
         negative=None, cfg_start=0.0, cfg_end=1.0, sigmas=None,
     ):  # fmt: skip
         from ..qwen21.sampler import noise_seed
+        from .bridge.latents import NOTES, canvas, mask_of
         from .bridge.model import is_cores, is_ours, with_prefix_options
         from .notices import require_seen, shown, tell
         from .report import build_report, summary, warnings_of
@@ -150,7 +151,8 @@ class Qwen21Sampler(io.ComfyNode):
                 f"the MODEL is a {type(model.model).__name__}, expected Qwen-Image 2.1; load it with '{LOAD_DIT}'"
             )
         require_seen([extra for _, extra in positive])
-        samples = canvas(latent)
+        samples, notes = canvas(latent)
+        mask = mask_of(latent, samples)
         chosen = choose_schedule(model, samples, schedule, steps, denoise, sigmas)
         unguided = why_unguided(cfg, cfg_start, cfg_end, chosen.steps)
         guided = unguided is None
@@ -160,8 +162,10 @@ class Qwen21Sampler(io.ComfyNode):
             )
         size = [samples.shape[-1] * LATENT_PIXELS, samples.shape[-2] * LATENT_PIXELS]
         told = unguided if cfg != 1 or is_wired(cls.hidden, "negative") else None
-        warnings = warnings_of(model, positive, negative if guided else None, chosen, size, cfg if guided else 1.0, told)
+        at = cfg if guided else 1.0
+        warnings = warnings_of(model, positive, negative if guided else None, chosen, size, at, told)
         tell(warnings)
+        warnings = [*notes, *warnings]  # those were told as they were noticed
         references = len(positive[0][1].get(LATENTS) or [])
         moved = noise_seed(seed, references, edit_noise)
         noise = comfy.sample.prepare_noise(samples, moved, latent.get("batch_index"))
@@ -175,7 +179,7 @@ class Qwen21Sampler(io.ComfyNode):
             samples,
             comfy.samplers.sampler_object(sampler_name),
             chosen.sigmas,
-            denoise_mask=latent.get("noise_mask"),
+            denoise_mask=mask,
             callback=latent_preview.prepare_callback(model, chosen.steps),
             seed=seed,
         ).to(comfy.model_management.intermediate_device())
@@ -206,7 +210,7 @@ class Qwen21Sampler(io.ComfyNode):
         if cls.hidden.extra_pnginfo is not None:
             cls.hidden.extra_pnginfo["qwen21"] = report  # travels into the pictures that SaveImage writes
         text = json.dumps(report, ensure_ascii=False, indent=1)
-        kept = {key: value for key, value in latent.items() if key != "downscale_ratio_spacial"}
+        kept = {key: value for key, value in latent.items() if key not in ("downscale_ratio_spacial", NOTES)}
         return io.NodeOutput(kept | {"samples": result}, text, ui=shown(summary(report), warnings))
 
 
@@ -254,24 +258,6 @@ class Guider(comfy.samplers.CFGGuider):
             return super().predict_noise(x, timestep, model_options, seed)
         finally:
             self.cfg = kept
-
-
-def canvas(latent):
-    """Latent [B, 64, h, w] to start from. An empty one of another model counts as one cell for 8 pixels."""
-    samples = latent["samples"]
-    require_pictures(samples)
-    samples = samples[:, :, 0] if samples.ndim == 5 else samples
-    if samples.shape[1] == 64:
-        return samples
-    empty = samples.shape[1] in (4, 16) and not bool(torch.count_nonzero(samples))
-    if not empty:
-        raise UserError(
-            f"the latent has {samples.shape[1]} channels, Qwen-Image 2.1 has 64; encode the picture with the VAE of "
-            f"'{LOAD_VAE}', or make an empty one with '{EMPTY_LATENT}'"
-        )
-    pixels = latent.get("downscale_ratio_spacial", 8)
-    h, w = (max(1, side * pixels // SIZE_MULTIPLE) * SIZE_MULTIPLE // LATENT_PIXELS for side in samples.shape[-2:])
-    return torch.zeros(samples.shape[0], 64, h, w)
 
 
 def resolve_schedule(schedule, model):

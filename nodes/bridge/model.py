@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from pathlib import Path
 from typing import Any
 
 import comfy.conds
-import comfy.latent_formats
 import comfy.model_base
 import comfy.model_management
 import comfy.model_sampling
 import comfy.patcher_extension
-import comfy.sample
 import comfy.supported_models_base
 import torch
 from torch import Tensor
 
 from ...qwen21.checkpoint.load import Component, fill, find_dit, schedule_of
-from ...qwen21.config import LATENT_PIXELS, LATENTS_MEAN, LATENTS_STD, ScheduleConfig
+from ...qwen21.config import ScheduleConfig
 from ...qwen21.dit import DiT
 from ...qwen21.errors import UserError
 from ...qwen21.memory import working_bytes
@@ -27,78 +24,15 @@ from ...qwen21.prefix import Prefix
 from ...qwen21.schedule import is_run_of, official_grid, turbo_sigmas, turbo_warnings
 from ..common import require_pictures
 from ..notices import tell, tell_of
-from ..titles import EMPTY_LATENT, ENCODE_PROMPT, LOAD_VAE
+from .asked import Asked, NetworkConfig, refuse_end, refuse_training
 from .condition import Condition, condition_of
 from .host import COMPUTES, check_cancel, precision, stored_as, transformer_cast
+from .latents import Qwen21LatentFormat
 from .options import Compiler, attention, refuse_unsupported
 from .prefixes import OPTIONS, PrefixStore, note_reuse
 from .quantized import LAYERS, is_quantized, largest_weight, patcher_class, refuse_saving
 
 log = logging.getLogger(__name__)
-
-
-class _Channels(int):
-    """64, but watching for the comparison with another model's empty latent, the only question core asks of it.
-
-    Core repeats a latent of 4 or 16 channels to 64, an eighth of the pixels each way instead of a sixteenth, which
-    doubles the picture in silence. Newer versions resize it where its node told a ratio; the format does where not.
-    ComfyUI 0.3.64 knows no ratio and offers no way to resize, so there it is refused.
-    """
-
-    owner: Qwen21LatentFormat
-
-    def __ne__(self, other: object) -> bool:
-        if other != 64:
-            ratios = "downscale_ratio_spacial" in inspect.signature(comfy.sample.fix_empty_latent_channels).parameters
-            if other not in (4, 16) or not ratios:
-                raise UserError(
-                    f"the latent has {other} channels, Qwen-Image 2.1 has 64; make it with the node '{EMPTY_LATENT}', "
-                    f"or take the latent of '{ENCODE_PROMPT}'"
-                )
-            self.owner.unscaled = True
-        return int(self) != other
-
-    __hash__ = int.__hash__
-
-
-class Qwen21LatentFormat(comfy.latent_formats.LatentFormat):
-    """Raw latents outside, normalised ones for the transformer."""
-
-    latent_dimensions = 2
-
-    def __init__(self) -> None:
-        self.latent_channels = _Channels(64)
-        self.latent_channels.owner = self
-        self.unscaled = False  # between core's comparison of channels and its look at the ratio
-        self.mean = torch.tensor(LATENTS_MEAN).view(1, -1, 1, 1)
-        self.std = torch.tensor(LATENTS_STD).view(1, -1, 1, 1)
-        # No released factors exist. Each colour is the mean of a third of the channels: enough to see shapes form.
-        third = [[0.06 * (channel % 3 == colour) for colour in range(3)] for channel in range(64)]
-        self.latent_rgb_factors = third
-
-    @property
-    def spacial_downscale_ratio(self) -> int:
-        """Core asks only where a node told its latent's ratio, and then resizes by itself."""
-        self.unscaled = False
-        return LATENT_PIXELS
-
-    def fix_empty_latent(self, latent: Tensor) -> Tensor:
-        """An empty latent of another model without a ratio counts as one cell for 8 pixels."""
-        if not self.unscaled:
-            return latent
-        self.unscaled = False
-        return latent[:, :, ::2, ::2]
-
-    def process_in(self, latent: Tensor) -> Tensor:
-        if latent.shape[1] != 64:
-            raise UserError(
-                f"the latent has {latent.shape[1]} channels, Qwen-Image 2.1 has 64; encode the picture with the VAE of "
-                f"'{LOAD_VAE}'"
-            )
-        return (latent - self.mean.to(latent)) / self.std.to(latent)
-
-    def process_out(self, latent: Tensor) -> Tensor:
-        return latent * self.std.to(latent) + self.mean.to(latent)
 
 
 class Qwen21Config(comfy.supported_models_base.BASE):
@@ -109,19 +43,22 @@ class Qwen21Config(comfy.supported_models_base.BASE):
     latent_format = Qwen21LatentFormat
 
 
-class ComfyDiT(DiT):
+class ComfyDiT(Asked, DiT):
     """The library's transformer behind the call that ComfyUI's base models make."""
+
+    what = "transformer"
 
     def __init__(self, config: Any, *, dtype: torch.dtype, device: Any, operations: Any, **_: Any) -> None:
         super().__init__(config, operations=operations, dtype=dtype, device=device)
         self.dtype = dtype
+        self.in_channels = self.out_channels = 64  # core's nodes ask (RenormCFG)
         self._compiler = Compiler()
 
     @torch.compiler.disable  # of TorchCompileModel's graph nothing would be left; see `Compiler`
     def forward(
         self,
         x: Tensor,
-        timestep: Tensor,
+        timestep: Tensor | None = None,
         context: Tensor | None = None,
         control: Any = None,
         transformer_options: dict[str, Any] | None = None,
@@ -130,6 +67,8 @@ class ComfyDiT(DiT):
         options = transformer_options or {}
         wrappers = comfy.patcher_extension.get_all_wrappers(comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, options)
         executor = comfy.patcher_extension.WrapperExecutor.new_class_executor(self._forward, self, wrappers)
+        if wrappers:  # they may write into what they get, as EasyCache does: in fp32 `x` is the sampler's own
+            x = x.clone()
         return executor.execute(x, timestep, context, control, options, **kwargs)
 
     def _forward(
@@ -138,6 +77,8 @@ class ComfyDiT(DiT):
         """Velocity [B, 64, h, w]. Rows of the batch share the prefix of their condition."""
         condition = kwargs.get("qwen21")
         refuse_unsupported(control, options, condition)
+        if x.ndim == 5:  # one frame, as latents of videos have it
+            return self._forward(x[:, :, 0], timestep, context, control, options, **kwargs)[:, :, None]
         self.kernels = self._compiler.kernels(self.config, x, options)
         velocity = torch.empty_like(x)
         for row, rows in condition.rows(x.shape[0]):
@@ -241,7 +182,7 @@ def load_model(path: str, dtype: str = "default", keep: str = "", disable_dynami
     weights, fp8 = precision(part, dtype, keep)
     load_device = comfy.model_management.get_torch_device()
     offload_device = comfy.model_management.unet_offload_device()
-    config = Qwen21Config({"image_model": "qwen_image21", "config": part.config})
+    config = Qwen21Config(NetworkConfig(image_model="qwen_image21", config=part.config))
     config.set_inference_dtype(weights, transformer_cast(weights))
     model = Qwen21Model(config, part, turbo, schedule)
     model.stored_as = stored_as(part, fp8)
@@ -287,6 +228,8 @@ def _use_official_grid(executor: Any, noise: Tensor, latent_image: Tensor, sampl
     """KSampler never asks a model for sigmas: its `simple` grid becomes the released one of this size."""
     patcher = executor.class_obj.model_patcher
     if isinstance(patcher.model, Qwen21Model):
+        refuse_training(sampler)
+        refuse_end(sigmas)
         _require_plain(patcher, noise)
         tell_of(executor.class_obj)
     official = official_sigmas(patcher, sigmas, noise.shape[-1] * noise.shape[-2])

@@ -13,19 +13,30 @@ import torch
 from torch import Tensor
 
 from ...qwen21 import tiling
-from ...qwen21.checkpoint.load import fill, find_vae, has_encoder, module_of
+from ...qwen21.checkpoint.load import fill, find_vae, has_encoder
 from ...qwen21.config import LATENT_PIXELS
 from ...qwen21.errors import UserError
-from ...qwen21.images import to_vae_pixels
+from ...qwen21.images import is_opaque, to_vae_pixels
 from ...qwen21.prompt import Reference
+from ...qwen21.vae import VAE
+from .asked import Asked
 from .host import check_cancel, free_bytes, vae_dtype
+from .latents import noted, warn
 from .quantized import patcher_class
 
 KEPT_LATENTS = 16  # reference latents remembered by the content of their pixels
 
 
-class Qwen21VAE:
+class ComfyVAE(Asked, VAE):
+    """The library's VAE where core's nodes look inside one."""
+
+    what = "VAE"
+
+
+class Qwen21VAE(Asked):
     """A `VAE` for ComfyUI: raw latents [B, 64, h, w] and pictures [B, H, W, 3 or 4] in [0, 1]."""
+
+    what = "VAE"
 
     latent_channels = 64
     latent_dim = 2
@@ -59,16 +70,18 @@ class Qwen21VAE:
 
     def encode(self, pixel_samples: Tensor) -> Tensor:
         """Raw latents of pictures [B, H, W, C]; without alpha they are opaque. Sides are cropped to multiples of 16."""
-        pixels = self._pixels(pixel_samples)
+        pixels, notes = self._pixels(pixel_samples)
         budget = self._load(pixels, decode=False)
-        return self._latent(lambda x: tiling.encode(self._vae, x, budget, check_cancel=check_cancel), pixels)
+        latents = self._latent(lambda x: tiling.encode(self._vae, x, budget, check_cancel=check_cancel), pixels)
+        return noted(latents, notes)
 
     def encode_tiled(self, pixel_samples: Tensor, tile_x: int = 512, tile_y: int = 512, **_: Any) -> Tensor:
         """As `encode`, in tiles (sizes in pixels)."""
-        pixels = self._pixels(pixel_samples)
+        pixels, notes = self._pixels(pixel_samples)
         tile = max(1, min(tile_x, tile_y) // LATENT_PIXELS)
         self._load(pixels, decode=False, tile=tile)
-        return self._latent(lambda x: tiling.encode_tiled(self._vae, x, tile, check_cancel), pixels)
+        latents = self._latent(lambda x: tiling.encode_tiled(self._vae, x, tile, check_cancel), pixels)
+        return noted(latents, notes)
 
     def encode_reference(self, reference: Reference) -> Tensor:
         """Raw latent [1, 64, h, w] of a reference; the last few are remembered by their pixels."""
@@ -125,8 +138,9 @@ class Qwen21VAE:
         rows = [run(row.to(self.device, torch.float32)).float() for row in pixels.split(1)]
         return torch.cat(rows).to(self.output_device)
 
-    def _pixels(self, pictures: Tensor) -> Tensor:
-        """[B, H, W, C] in [0, 1] -> [B, 4, H, W] in [-1, 1], cropped about the centre to multiples of 16."""
+    def _pixels(self, pictures: Tensor) -> tuple[Tensor, list[str]]:
+        """[B, H, W, C] in [0, 1] -> [B, 4, H, W] in [-1, 1], cropped about the centre to multiples of 16, which is
+        told."""
         if pictures.ndim == 5:
             pictures = pictures.flatten(0, 1)
         height, width, channels = pictures.shape[1:]
@@ -140,20 +154,23 @@ class Qwen21VAE:
         pixels = pictures[:, top : top + h, left : left + w].movedim(-1, 1).float()
         if channels == 3:
             pixels = torch.cat([pixels, torch.ones_like(pixels[:, :1])], dim=1)
-        return pixels * 2 - 1
+        if (h, w) == (height, width):
+            return pixels * 2 - 1, []
+        sizes = f"a picture of {width}x{height} was cut to {w}x{h}"
+        return pixels * 2 - 1, [warn(f"{sizes}: the VAE takes multiples of {LATENT_PIXELS} pixels")]
 
 
 def _with_alpha(pictures: Tensor, alpha: str) -> Tensor:
     """RGBA pictures [B, H, W, 4] as the loader's choice has them.
 
-    auto drops an alpha that is opaque everywhere once it is 8 bits: three-channel consumers break on a fourth.
+    auto drops the alpha of opaque pictures: three-channel consumers break on a fourth.
     """
     if alpha == "keep":
         return pictures
     colour, opacity = pictures[..., :3], pictures[..., 3:]
     if alpha == "over white":
         return colour * opacity + (1 - opacity)
-    return colour if bool((opacity * 255 >= 254.5).all()) else pictures
+    return colour.contiguous() if is_opaque(opacity) else pictures
 
 
 def load_vae(path: str, dtype: str = "default", alpha: str = "auto", disable_dynamic: bool = False) -> Qwen21VAE:
@@ -162,7 +179,8 @@ def load_vae(path: str, dtype: str = "default", alpha: str = "auto", disable_dyn
     part = find_vae(Path(path))
     load_device = comfy.model_management.vae_device()
     weights = vae_dtype(dtype)
-    module = module_of("vae", part.config, comfy.ops.manual_cast, weights, encoder=has_encoder(part))
+    built = {"operations": comfy.ops.manual_cast, "dtype": weights, "device": "meta"}
+    module = ComfyVAE(part.config, encoder=has_encoder(part), **built)
     offload_device = comfy.model_management.vae_offload_device()
     fill(module, part, weights, offload_device)
     module.compute_dtype = weights

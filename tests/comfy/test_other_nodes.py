@@ -100,6 +100,18 @@ def test_step_caches_skip_steps(comfy, name):
     whole = comfy.run(graph | {"probe": probe(), "cache": off})
     assert whole.shown("counts")["denoise"] == 12
     assert torch.equal(whole.latent, comfy.latent(text_to_image(sample=sampler(steps=12))))
+    if name == "EasyCache":  # the same picture, a little off
+        assert (run.latent - whole.latent).std() < 0.5 * whole.latent.std()
+
+
+@pytest.mark.parametrize("make", [sampler, ksampler], ids=["ours", "ksampler"])
+def test_a_wrapper_that_writes_into_what_it_is_given_changes_nothing(comfy, make):
+    """In fp32 that would be the sampler's own tensor; EasyCache adds to it."""
+    writes = node("ProbePatch", model=["dit", 0], patch="writes")
+    graph = patched("writes", make, writes=writes, neg=prompt("dull"))
+    graph["sample"]["inputs"] |= {"cfg": 2.0, "negative": ["neg", 0]}
+    plain = graph | {"sample": {**graph["sample"], "inputs": graph["sample"]["inputs"] | {"model": ["dit", 0]}}}
+    assert torch.equal(comfy.latent(graph), comfy.latent(plain))
 
 
 @pytest.mark.parametrize("make", [sampler, ksampler], ids=["ours", "ksampler"])
@@ -149,6 +161,26 @@ def test_nodes_that_patch_blocks_are_refused_by_name(comfy, patch):
     node_id, message = comfy.error(patched("patch", patch=node("ProbePatch", model=["dit", 0], patch=patch)))
     assert node_id == "sample" and "\n" not in message
     assert ("patches_replace.dit" if patch == "dit_replace" else patch) in message and "remove that node" in message
+
+
+def test_renorm_cfg_scales_the_guided_velocity_down(comfy):
+    """At one step from 1: the guided velocity, no longer than the positive's."""
+    graph = text_to_image(
+        neg=prompt("dull"), renorm=node("RenormCFG", model=["dit", 0], cfg_trunc=100.0, renorm_cfg=1.0)
+    )
+
+    def one_step(**inputs):
+        return comfy.latent(graph | {"sample": sampler(negative=["neg", 0], steps=1, **inputs)})
+
+    asked = one_step(model=["renorm", 0], cfg=6.0)
+    assert bool(torch.isfinite(asked).all()) and not torch.equal(asked, one_step(cfg=6.0))
+
+
+@pytest.mark.parametrize("name", ["FreeU", "FreeU_V2"])
+def test_nodes_for_unets_are_refused_in_words(comfy, name):
+    freeu = node(name, model=["dit", 0], b1=1.1, b2=1.2, s1=0.9, s2=0.2)
+    node_id, message = comfy.error(patched("freeu", freeu=freeu))
+    assert node_id == "freeu" and "U-Net" in message and "remove that node" in message
 
 
 ACTS_ON_BLOCKS = {

@@ -7,6 +7,7 @@ import comfy.model_management
 import comfy.patcher_extension
 import torch
 
+from .finite import ProbeFinite
 from .memory import MAPPINGS
 
 ANY = type("Any", (str,), {"__ne__": lambda self, other: False, "__hash__": str.__hash__})("*")
@@ -102,7 +103,9 @@ class ProbePatch:
     """A MODEL patched as other people's nodes patch transformers."""
 
     INPUT_TYPES = classmethod(
-        lambda cls: {"required": {"model": ("MODEL",), "patch": (["dit_replace", "attn1_patch", "double_block"],)}}
+        lambda cls: {
+            "required": {"model": ("MODEL",), "patch": (["dit_replace", "attn1_patch", "double_block", "writes"],)}
+        }
     )
     RETURN_TYPES, FUNCTION, CATEGORY = ("MODEL",), "run", "probes"
 
@@ -110,9 +113,19 @@ class ProbePatch:
         clone = model.clone()
         if patch == "dit_replace":
             clone.set_model_patch_replace(lambda args, extra: extra["original_block"](args), "dit", "double_block", 0)
+        elif patch == "writes":
+            kind = comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL
+            clone.add_wrapper_with_key(kind, "probe", self.writes)
         else:
             clone.set_model_patch(lambda *args, **kwargs: args[0], patch)
         return (clone,)
+
+    @staticmethod
+    def writes(executor, x, *args, **kwargs):
+        """A wrapper that spoils what it was given, once it has the step's result."""
+        result = executor(x, *args, **kwargs)
+        x.zero_()
+        return result
 
 
 class ProbeClone:
@@ -185,13 +198,14 @@ class ProbeLatent:
                 "height": ("INT", {"default": 4}),
                 "width": ("INT", {"default": 6}),
                 "seed": ("INT", {"default": -1}),
-            }
+            },
+            "optional": {"frames": ("INT", {"default": 0})},
         }
     )
     RETURN_TYPES, FUNCTION, CATEGORY = ("LATENT",), "run", "probes"
 
-    def run(self, batch, channels, height, width, seed):
-        shape = (batch, channels, height, width)
+    def run(self, batch, channels, height, width, seed, frames=0):
+        shape = (batch, channels, *[frames] * (frames > 0), height, width)
         if seed < 0:
             return ({"samples": torch.zeros(shape)},)
         return ({"samples": torch.randn(shape, generator=torch.Generator().manual_seed(seed))},)
@@ -271,6 +285,6 @@ NODE_CLASS_MAPPINGS = {
     cls.__name__: cls
     for cls in (
         ProbeShow, ProbeModel, ProbePatch, ProbeClone, ProbeCoreConditioning, ProbeOther, ProbeLatent, ProbeMask,
-        ProbeImage, ProbeSigmas, ProbeConditioning,
+        ProbeImage, ProbeSigmas, ProbeConditioning, ProbeFinite,
     )
 } | MAPPINGS  # fmt: skip
