@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..qwen21.config import MAX_BATCH, SIZE_MULTIPLE
+from ..qwen21.config.networks import MAX_BATCH, SIZE_MULTIPLE
 from ..qwen21.errors import UserError
 from .titles import EMPTY_LATENT
 

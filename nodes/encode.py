@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from comfy_api.latest import io
 
-from ..qwen21.options import CANVASES
+from ..qwen21.choices import CANVASES
 from .common import (
     CATEGORY,
     CHOSEN,
@@ -119,7 +119,7 @@ class Qwen21EncodePrompt(io.ComfyNode):
 
 def canvas_of(references, canvas):
     """(width, height) of the reference the canvas follows."""
-    from ..qwen21.prompt import followed
+    from ..qwen21.inputs.prompt import followed
 
     return references[followed([reference.original for reference in references], canvas)].image.size
 

@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..qwen21.options import SCHEDULES
+from ..qwen21.choices import SCHEDULES
 from .common import CATEGORY, batch_input, check_choices, size_inputs
 from .titles import EMPTY_LATENT, SAMPLER, SCHEDULE
 
@@ -64,7 +64,7 @@ class Qwen21Schedule(io.ComfyNode):
 
     @classmethod
     def execute(cls, schedule, steps, denoise, width, height, model=None, latent=None):
-        from ..qwen21.schedule import make_schedule, turbo_warnings
+        from ..qwen21.sampling.schedule import make_schedule, turbo_warnings
         from .bridge.latents import canvas, empty_latent
         from .bridge.lora import turbo_loras
         from .notices import tell

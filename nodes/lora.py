@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..qwen21.checked import printable
+from ..qwen21.config.validate import printable
 from .bridge import host
 from .common import CATEGORY
 from .notices import shown, tell

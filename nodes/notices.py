@@ -62,7 +62,7 @@ def _half_seen(extra):
 
 def _entry_warnings(extra, side):
     """Of one entry; `side` stands before the words for what is not the positive."""
-    from ..qwen21.prompt import placeholder_warnings  # costs more than the start of ComfyUI has time for
+    from ..qwen21.inputs.prompt import placeholder_warnings  # costs more than the start of ComfyUI has time for
 
     found = []
     if _half_seen(extra):

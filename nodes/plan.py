@@ -2,8 +2,8 @@
 
 from comfy_api.latest import io
 
-from ..qwen21.config import MAX_REFERENCES
-from ..qwen21.options import KV_STORAGES
+from ..qwen21.choices import KV_STORAGES
+from ..qwen21.config.networks import MAX_REFERENCES
 from .bridge import host
 from .common import CATEGORY, batch_input, check_choices, resolution_input, size_inputs
 from .notices import shown
@@ -80,13 +80,13 @@ class Qwen21MemoryPlan(io.ComfyNode):
         kv_storage="auto", free_gib=0.0, dtype="default",
     ):  # fmt: skip
         from ..qwen21.checkpoint.load import find_dit, find_encoder, find_vae
-        from ..qwen21.checkpoint.quant import Fp8
-        from ..qwen21.images import to_pixels
-        from ..qwen21.memory import available_ram
-        from ..qwen21.memory_plan import Job, plan_memory
-        from ..qwen21.memory_show import describe, draw
-        from ..qwen21.prompt import canvas_size, reference_size
-        from ..qwen21.ram import GIB
+        from ..qwen21.inputs.images import to_pixels
+        from ..qwen21.inputs.prompt import canvas_size, reference_size
+        from ..qwen21.memory.estimate import available_ram
+        from ..qwen21.memory.plan import Job, plan_memory
+        from ..qwen21.memory.show import describe, draw
+        from ..qwen21.ops.quantized import Fp8
+        from ..qwen21.system_memory import GIB
 
         check_choices(kv_storage=(kv_storage, KV_STORAGES), dtype=(dtype, host.DTYPE_NAMES))
         parts = {

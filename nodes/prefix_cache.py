@@ -2,8 +2,8 @@
 
 from comfy_api.latest import io
 
+from ..qwen21.choices import KV_STORAGES
 from ..qwen21.errors import UserError
-from ..qwen21.options import KV_STORAGES
 from .common import CATEGORY, SWITCH, check_choices
 from .titles import LOAD_DIT, PREFIX_CACHE, SAMPLER
 

@@ -2,8 +2,8 @@
 
 from comfy_api.latest import io
 
+from ..qwen21.choices import FITS
 from ..qwen21.errors import UserError
-from ..qwen21.options import FITS
 from .common import CATEGORY, CHOSEN, LATENTS, ORIGIN, PADS, REPORT, SEEN_BY_BOTH, SLOTS, References, resolution_input
 from .titles import ADD_REFERENCE, ENCODE_PROMPT, LOAD_VAE, SPLICE_REFERENCES
 
@@ -64,8 +64,8 @@ class Qwen21AddReference(io.ComfyNode):
 
     @classmethod
     def execute(cls, image, mask=None, references=None, resolution=1024, fit="resize"):
-        from ..qwen21.images import with_mask
-        from ..qwen21.prompt import Reference, check_count
+        from ..qwen21.inputs.images import with_mask
+        from ..qwen21.inputs.prompt import Reference, check_count
 
         chain = list(references or [])
         check_count(len(chain) + len(image))
@@ -164,6 +164,6 @@ def encode_reference(vae, reference):
             f"the VAE has {getattr(vae, 'latent_channels', 'unknown')} latent channels, Qwen-Image 2.1 has 64; load it "
             f"with '{LOAD_VAE}'"
         )
-    from ..qwen21.images import to_pixels
+    from ..qwen21.inputs.images import to_pixels
 
     return vae.encode(to_pixels(reference.image)[None])

@@ -2,7 +2,7 @@
 
 from ..qwen21.manifest import library_versions
 from ..qwen21.mini import size_warning
-from ..qwen21.schedule import turbo_warnings
+from ..qwen21.sampling.schedule import turbo_warnings
 from .bridge.lora import attached, turbo_loras
 from .bridge.model import is_reshaped
 from .common import REPORT

@@ -9,9 +9,9 @@ import latent_preview
 import torch
 from comfy_api.latest import io
 
-from ..qwen21.config import LATENT_PIXELS, ScheduleConfig
+from ..qwen21.choices import EDIT_NOISES, SCHEDULES
+from ..qwen21.config.networks import LATENT_PIXELS, ScheduleConfig
 from ..qwen21.errors import UserError
-from ..qwen21.options import EDIT_NOISES, SCHEDULES
 from .common import CATEGORY, LATENTS, SWITCH, check_choices
 from .titles import ENCODE_PROMPT, LOAD_DIT, SAMPLER
 
@@ -134,7 +134,7 @@ class Qwen21Sampler(io.ComfyNode):
         cls, model, positive, latent, seed, steps, cfg, schedule, sampler_name, denoise, edit_noise, prefix_cache,
         negative=None, cfg_start=0.0, cfg_end=1.0, sigmas=None,
     ):  # fmt: skip
-        from ..qwen21.sampler import noise_seed
+        from ..qwen21.sampling.euler import noise_seed
         from .bridge.latents import NOTES, canvas, mask_of
         from .bridge.model import is_cores, is_ours, with_prefix_options
         from .notices import require_seen, shown, tell
@@ -269,7 +269,7 @@ def resolve_schedule(schedule, model):
 
 
 def choose_schedule(model, samples, schedule, steps, denoise, sigmas):
-    from ..qwen21.schedule import Schedule, custom_sigmas, make_schedule
+    from ..qwen21.sampling.schedule import Schedule, custom_sigmas, make_schedule
 
     tokens = samples.shape[-1] * samples.shape[-2]
     if sigmas is not None:

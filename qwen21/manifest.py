@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from . import __version__
-from .checkpoint.lora_apply import describe
+from .lora.apply import describe
 from .sequence import ImageSegment
 
 if TYPE_CHECKING:
-    from .branch import PrefixFacts
     from .checkpoint.load import Component
-    from .encoder import TextStates
+    from .guidance_branch import PrefixFacts
+    from .models.text_encoder import TextStates
     from .pipeline import Pipeline
     from .request import Plan
 

@@ -16,29 +16,32 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from . import graph, images, memory, tiling
-from .attention import AttentionFunction
-from .backends import Shape, choose
-from .branch import Branch, PrefixFacts
 from .checkpoint import load
-from .checkpoint.lora import Lora
-from .checkpoint.lora_apply import apply_loras
-from .dit import DiT
-from .encoded import EncodedPrompt, EncodedReference, KeptHeads, Remembered
+from .encode_cache import EncodedPrompt, EncodedReference, KeptHeads, Remembered
 from .errors import UserError
-from .fused import fuse
-from .kernels import EAGER, CompiledKernels, Kernels
+from .guidance_branch import Branch, PrefixFacts
+from .inputs import images
+from .inputs.prompt import layout_tokens
+from .lora.apply import apply_loras
+from .lora.read import Lora
 from .manifest import build_manifest
+from .memory import estimate
+from .models import vae_tiling
+from .models.dit import DiT
+from .ops.attention import AttentionFunction
+from .ops.attention_backends import Shape, choose
+from .ops.fused_linear import fuse
+from .ops.pointwise import EAGER, CompiledKernels, Kernels
 from .prefix import ModelIdentity, Placement, Store, Unit, text_origin
 from .prefix.placement import RAM, without_effect
-from .prompt import layout_tokens
 from .request import Plan, Request, make_plan
-from .sampler import Start, draw_noise, sample
-from .schedule import turbo_warnings
+from .sampling import cuda_graph as graph
+from .sampling.euler import Start, draw_noise, sample
+from .sampling.schedule import turbo_warnings
 
 if TYPE_CHECKING:
-    from .checkpoint.quant import Fp8
-    from .prompt import Reference
+    from .inputs.prompt import Reference
+    from .ops.quantized import Fp8
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class Pipeline:
     attention: str = "auto"  # see `backends.choose`
     cuda_graph: bool = False  # replay steps whose launches hold the GPU up; see `graph.py`
     notes: Sequence[str] = ()  # of how it was set up, to be told of each run
-    store: Store = field(default_factory=lambda: Store(memory.store_budget()))
+    store: Store = field(default_factory=lambda: Store(estimate.store_budget()))
     _attend: tuple[str, AttentionFunction] | None = field(default=None, repr=False)
     _loaded: dict[str, tuple[Any, str]] = field(default_factory=dict, repr=False)
     # A few MiB each at most.
@@ -112,7 +115,7 @@ class Pipeline:
 
     def _encode_prompts(self, plan: Plan, watch: Watch) -> tuple[list[EncodedPrompt], EncodedPrompt | None]:
         """Each different prompt, and the negative where a step is guided."""
-        from .tokenizer import load_tokenizer
+        from .inputs.tokenizer import load_tokenizer
 
         watch.on_stage("reading the prompt")
         tokenizer = load_tokenizer(self.files.tokenizer)
@@ -185,7 +188,7 @@ class Pipeline:
         vae = self._network("vae")
         pixels = images.to_vae_pixels(picture).to(self.device, self._vae_dtype)
         self._make_room_for_vae(picture.size, decode=False)
-        return vae.normalise(tiling.encode(vae, pixels, budget=self._vae_budget, check_cancel=watch.check_cancel))
+        return vae.normalise(vae_tiling.encode(vae, pixels, budget=self._vae_budget, check_cancel=watch.check_cancel))
 
     def _sample(
         self,
@@ -247,7 +250,9 @@ class Pipeline:
         for row in latent.to(self._vae_dtype).split(1):
             watch.check_cancel()
             self._make_room_for_vae((row.shape[-1] * vae.factor, row.shape[-2] * vae.factor), decode=True)
-            pixels = tiling.decode(vae, vae.denormalise(row), budget=self._vae_budget, check_cancel=watch.check_cancel)
+            pixels = vae_tiling.decode(
+                vae, vae.denormalise(row), budget=self._vae_budget, check_cancel=watch.check_cancel
+            )
             pictures += images.from_vae_pixels(pixels)
         return pictures
 
@@ -255,7 +260,7 @@ class Pipeline:
         if name not in self._loaded:
             dtype = self._vae_dtype if name == "vae" else self.dtype
             part = getattr(self.files, name)
-            self._make_room(memory.weight_bytes(part, dtype, self.fp8))
+            self._make_room(estimate.weight_bytes(part, dtype, self.fp8))
             network = load.load(part, dtype, self.device, fp8=self.fp8)
             if name == "dit":
                 apply_loras(network, self.loras)
@@ -300,14 +305,14 @@ class Pipeline:
 
     def placement(self, working: int) -> Placement:
         """Where prefixes are kept beside `working` bytes of activations."""
-        free, ram = self._free_bytes, memory.available_ram
+        free, ram = self._free_bytes, estimate.available_ram
         return Placement(self.kv_device, self.device, working, self.store, free, ram, self._give_up)
 
     def fits_together(self) -> bool:
         """Whether all three networks may stay loaded: they take at most half of the free memory."""
-        total = sum(memory.weight_bytes(part, self.dtype, self.fp8) for part in self.files.parts)
+        total = sum(estimate.weight_bytes(part, self.dtype, self.fp8) for part in self.files.parts)
         free = self._free_bytes()
-        return total <= (memory.available_ram() if free is None else free) // 2
+        return total <= (estimate.available_ram() if free is None else free) // 2
 
     @property
     def fuses(self) -> bool:
@@ -334,13 +339,13 @@ class Pipeline:
         return self.store.release(nbytes, self.device, "memory was short", to=RAM, sparing=sparing)
 
     def _make_room_for_vae(self, size: tuple[int, int], decode: bool) -> None:
-        peak = tiling.peak_bytes(self.files.vae.config, *size, self._vae_dtype, decode=decode)
-        self._make_room(int(peak * tiling.WORKSPACE))
+        peak = vae_tiling.peak_bytes(self.files.vae.config, *size, self._vae_dtype, decode=decode)
+        self._make_room(int(peak * vae_tiling.WORKSPACE))
 
     @property
     def _vae_budget(self) -> int:
         free = self._free_bytes()
-        return memory.available_ram() if free is None else free
+        return estimate.available_ram() if free is None else free
 
     def _free_bytes(self) -> int | None:
         """Free memory of the device, what PyTorch keeps for reuse included; None where nothing is known."""

@@ -8,10 +8,9 @@ from dataclasses import dataclass, replace
 from PIL import Image
 
 from .checkpoint.load import ModelFiles
-from .config import LATENT_PIXELS, MAX_BATCH
+from .config.networks import LATENT_PIXELS, MAX_BATCH
 from .errors import UserError
-from .mini import size_warning
-from .prompt import (
+from .inputs.prompt import (
     Reference,
     Size,
     canvas_size,
@@ -20,8 +19,9 @@ from .prompt import (
     prepare_references,
     reference_size,
 )
-from .sampler import GuidanceRange, guidance, guides, noise_seed
-from .schedule import Schedule, custom_sigmas, make_schedule, turbo_warnings
+from .mini import size_warning
+from .sampling.euler import GuidanceRange, guidance, guides, noise_seed
+from .sampling.schedule import Schedule, custom_sigmas, make_schedule, turbo_warnings
 
 MAX_STEPS = 1000
 SEEDS = 2**64

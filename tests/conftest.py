@@ -38,7 +38,7 @@ torch.set_num_threads(1)  # the tests' tensors are small: threads that wait for 
 @pytest.fixture
 def prefilled(monkeypatch):
     """Tokens of each unit that was prefilled."""
-    from qwen21.dit import DiT
+    from qwen21.models.dit import DiT
 
     tokens, original = [], DiT._prefill_unit
 
@@ -61,21 +61,21 @@ def fast_paths(request):
     if not (chosen := request.config.getoption("--fast")):
         yield
         return
-    from qwen21 import backends
-    from qwen21.attention import sdpa
-    from qwen21.branch import Branch
-    from qwen21.config import DiTConfig
-    from qwen21.dit import DiT
-    from qwen21.fused import fuse
-    from qwen21.kernels import EAGER, CompiledKernels
-    from qwen21.kitchen import KitchenKernels
+    from qwen21.config.networks import DiTConfig
+    from qwen21.guidance_branch import Branch
+    from qwen21.models.dit import DiT
+    from qwen21.ops import attention_backends
+    from qwen21.ops.attention import sdpa
+    from qwen21.ops.fused_linear import fuse
+    from qwen21.ops.pointwise import EAGER, CompiledKernels
+    from qwen21.ops.pointwise_kitchen import KitchenKernels
     from qwen21.pipeline import Pipeline
     from qwen21.prefix import Joined
 
     kernels, load = {"compiled": CompiledKernels, "kitchen": KitchenKernels}[chosen](), Pipeline._network
-    attend, choice = sdpa, backends.choose
+    attend, choice = sdpa, attention_backends.choose
     if chosen == "compiled":
-        attend = choice("compiled", backends.Shape(16, 16, 2, 128), torch.float32, torch.device("cpu"))[1]
+        attend = choice("compiled", attention_backends.Shape(16, 16, 2, 128), torch.float32, torch.device("cpu"))[1]
     else:
         kernels.prepare(DiTConfig(heads=2), torch.float32, torch.device("cpu"))
 
@@ -96,7 +96,7 @@ def fast_paths(request):
         patch.setitem(DiT.__init__.__kwdefaults__, "kernels", kernels)
         patch.setitem(DiT.__init__.__kwdefaults__, "attend", attend)
         patch.setattr("qwen21.pipeline.choose", choose)
-        patch.setattr("qwen21.kitchen.uncompiled", lambda device: kernels)
+        patch.setattr("qwen21.ops.pointwise_kitchen.uncompiled", lambda device: kernels)
         patch.setattr(Pipeline, "_network", network)
         patch.setattr(Branch, "_join", join)
         defaults = (kernels if default is EAGER else default for default in Pipeline.__init__.__defaults__)

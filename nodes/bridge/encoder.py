@@ -15,9 +15,9 @@ import folder_paths
 import torch
 
 from ...qwen21.checkpoint.load import fill, find_encoder, module_of
-from ...qwen21.encoded import KeptHeads
+from ...qwen21.encode_cache import KeptHeads
 from ...qwen21.errors import UserError
-from ...qwen21.prompt import Reference
+from ...qwen21.inputs.prompt import Reference
 from .host import check_cancel, encoder_dtype, precision, stored_as
 from .quantized import LAYERS, patcher_class
 
@@ -76,7 +76,7 @@ def load_encoder(
 
     For `dtype` and `keep` see `precision`.
     """
-    from ...qwen21.tokenizer import load_tokenizer
+    from ...qwen21.inputs.tokenizer import load_tokenizer
 
     part = find_encoder(Path(path))
     load_device = torch.device("cpu") if device == "cpu" else comfy.model_management.text_encoder_device()
@@ -97,7 +97,7 @@ def _encoder_patcher(path: str, dtype: str, device: str, keep: str, disable_dyna
 
 def _tokenizer_folder(path: Path, vocabulary: int) -> Path:
     """The tokenizer of an encoder: in its whole-model folder, in a folder of its file's name, or ComfyUI's own."""
-    from ...qwen21.tokenizer import find_tokenizer, tokenizer_beside
+    from ...qwen21.inputs.tokenizer import find_tokenizer, tokenizer_beside
 
     if found := tokenizer_beside(path):
         return found

@@ -11,12 +11,12 @@ import folder_paths
 import torch
 
 from ...qwen21 import mini
+from ...qwen21.choices import COMPONENT_FOLDERS
 from ...qwen21.errors import UserError
-from ...qwen21.options import COMPONENT_FOLDERS
 
 if TYPE_CHECKING:
     from ...qwen21.checkpoint.load import Component
-    from ...qwen21.checkpoint.quant import Fp8
+    from ...qwen21.ops.quantized import Fp8
 
 FOLDERS = {"dit": "diffusion_models", "encoder": "text_encoders", "vae": "vae", "lora": "loras"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -59,7 +59,7 @@ def precision(part: Component, dtype: str, keep: str = "") -> tuple[torch.dtype,
     `keep` holds patterns of layers that fp8 leaves alone, between commas or spaces.
     """
     from ...qwen21.checkpoint.load import check_keep, own_dtype
-    from ...qwen21.checkpoint.quant import Fp8
+    from ...qwen21.ops.quantized import Fp8
 
     patterns = tuple(keep.replace(",", " ").split())
     if patterns and dtype != FP8:
@@ -157,7 +157,7 @@ def _model_folders() -> dict[str, Path]:
 
 
 def _is_ours(index: Path) -> bool:
-    from ...qwen21.checkpoint.files import read_json
+    from ...qwen21.checkpoint.safetensors_file import read_json
 
     try:
         return str(read_json(index).get("_class_name", "")).startswith("QwenImage21")

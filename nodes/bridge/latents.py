@@ -10,7 +10,7 @@ import comfy.sample
 import torch
 from torch import Tensor
 
-from ...qwen21.config import LATENT_PIXELS, LATENTS_MEAN, LATENTS_STD, SIZE_MULTIPLE
+from ...qwen21.config.networks import LATENT_PIXELS, LATENTS_MEAN, LATENTS_STD, SIZE_MULTIPLE
 from ...qwen21.errors import UserError
 from ..common import require_pictures
 from ..notices import tell

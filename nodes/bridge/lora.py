@@ -10,9 +10,9 @@ import comfy.weight_adapter
 import torch
 from torch import Tensor
 
-from ...qwen21.checkpoint.lora import Adapter, Lora, read_lora
-from ...qwen21.checkpoint.lora_apply import LARGEST_STRENGTH, describe
 from ...qwen21.errors import UserError
+from ...qwen21.lora.apply import LARGEST_STRENGTH, describe
+from ...qwen21.lora.read import Adapter, Lora, read_lora
 from ..titles import LOAD_DIT
 from .model import is_cores, is_ours
 

@@ -16,21 +16,21 @@ import torch
 from torch import Tensor
 
 from ...qwen21.checkpoint.load import Component, fill, find_dit, schedule_of
-from ...qwen21.config import ScheduleConfig
-from ...qwen21.dit import DiT
+from ...qwen21.config.networks import ScheduleConfig
 from ...qwen21.errors import UserError
-from ...qwen21.memory import working_bytes
+from ...qwen21.memory.estimate import working_bytes
+from ...qwen21.models.dit import DiT
 from ...qwen21.prefix import Prefix
-from ...qwen21.schedule import is_run_of, official_grid, turbo_sigmas, turbo_warnings
+from ...qwen21.sampling.schedule import is_run_of, official_grid, turbo_sigmas, turbo_warnings
 from ..common import require_pictures
 from ..notices import tell, tell_of
 from .asked import Asked, NetworkConfig, refuse_end, refuse_training
 from .condition import Condition, condition_of
 from .host import COMPUTES, check_cancel, precision, stored_as, transformer_cast
 from .latents import Qwen21LatentFormat
-from .options import Compiler, attention, refuse_unsupported
-from .prefixes import OPTIONS, PrefixStore, note_reuse
+from .prefix_store import OPTIONS, PrefixStore, note_reuse
 from .quantized import LAYERS, is_quantized, largest_weight, patcher_class, refuse_saving
+from .transformer_options import Compiler, attention, refuse_unsupported
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from comfy.model_patcher import LowVramPatch
 from torch import Tensor, nn
 
-from ...qwen21.checkpoint.quant import (
+from ...qwen21.errors import UserError
+from ...qwen21.ops.quantized import (
     Packed,
     QuantEmbedding,
     QuantLayers,
@@ -22,7 +23,6 @@ from ...qwen21.checkpoint.quant import (
     packed_linear,
     packed_rows,
 )
-from ...qwen21.errors import UserError
 
 
 class _Placed(comfy.ops.CastWeightBiasOp):

@@ -12,13 +12,13 @@ import comfy.ops
 import torch
 from torch import Tensor
 
-from ...qwen21 import tiling
 from ...qwen21.checkpoint.load import fill, find_vae, has_encoder
-from ...qwen21.config import LATENT_PIXELS
+from ...qwen21.config.networks import LATENT_PIXELS
 from ...qwen21.errors import UserError
-from ...qwen21.images import is_opaque, to_vae_pixels
-from ...qwen21.prompt import Reference
-from ...qwen21.vae import VAE
+from ...qwen21.inputs.images import is_opaque, to_vae_pixels
+from ...qwen21.inputs.prompt import Reference
+from ...qwen21.models import vae_tiling
+from ...qwen21.models.vae import VAE
 from .asked import Asked
 from .host import check_cancel, free_bytes, vae_dtype
 from .latents import noted, warn
@@ -60,19 +60,19 @@ class Qwen21VAE(Asked):
     def decode(self, samples: Tensor, vae_options: dict | None = None) -> Tensor:
         """Pictures of raw latents; RGB or RGBA as the loader's `alpha` says."""
         budget = self._load(samples, decode=True)
-        return self._picture(lambda z: tiling.decode(self._vae, z, budget, check_cancel=check_cancel), samples)
+        return self._picture(lambda z: vae_tiling.decode(self._vae, z, budget, check_cancel=check_cancel), samples)
 
     def decode_tiled(self, samples: Tensor, tile_x: int = 64, tile_y: int = 64, **_: Any) -> Tensor:
         """As `decode`, in tiles of the smaller of both sizes (in latent cells). Exact, so no overlap is needed."""
         tile = max(1, min(tile_x, tile_y))
         self._load(samples, decode=True, tile=tile)
-        return self._picture(lambda z: tiling.decode_tiled(self._vae, z, tile, check_cancel), samples)
+        return self._picture(lambda z: vae_tiling.decode_tiled(self._vae, z, tile, check_cancel), samples)
 
     def encode(self, pixel_samples: Tensor) -> Tensor:
         """Raw latents of pictures [B, H, W, C]; without alpha they are opaque. Sides are cropped to multiples of 16."""
         pixels, notes = self._pixels(pixel_samples)
         budget = self._load(pixels, decode=False)
-        latents = self._latent(lambda x: tiling.encode(self._vae, x, budget, check_cancel=check_cancel), pixels)
+        latents = self._latent(lambda x: vae_tiling.encode(self._vae, x, budget, check_cancel=check_cancel), pixels)
         return noted(latents, notes)
 
     def encode_tiled(self, pixel_samples: Tensor, tile_x: int = 512, tile_y: int = 512, **_: Any) -> Tensor:
@@ -80,7 +80,7 @@ class Qwen21VAE(Asked):
         pixels, notes = self._pixels(pixel_samples)
         tile = max(1, min(tile_x, tile_y) // LATENT_PIXELS)
         self._load(pixels, decode=False, tile=tile)
-        latents = self._latent(lambda x: tiling.encode_tiled(self._vae, x, tile, check_cancel), pixels)
+        latents = self._latent(lambda x: vae_tiling.encode_tiled(self._vae, x, tile, check_cancel), pixels)
         return noted(latents, notes)
 
     def encode_reference(self, reference: Reference) -> Tensor:
@@ -88,7 +88,7 @@ class Qwen21VAE(Asked):
         if reference.digest not in self._latents:
             pixels = to_vae_pixels(reference.image)
             budget = self._load(pixels, decode=False)
-            latent = self._latent(lambda x: tiling.encode(self._vae, x, budget, check_cancel=check_cancel), pixels)
+            latent = self._latent(lambda x: vae_tiling.encode(self._vae, x, budget, check_cancel=check_cancel), pixels)
             self._latents[reference.digest] = latent
             while len(self._latents) > KEPT_LATENTS:
                 self._latents.popitem(last=False)
@@ -121,8 +121,8 @@ class Qwen21VAE(Asked):
     def _load(self, x: Tensor, decode: bool, tile: int | None = None) -> int:
         """Bring the weights to the device; returns the bytes free for activations."""
         height, width = (side * (LATENT_PIXELS if decode else 1) for side in x.shape[-2:])
-        peak = tiling.peak_bytes(self._vae.config, width, height, self.vae_dtype, decode=decode, tile=tile)
-        comfy.model_management.load_models_gpu([self.patcher], memory_required=int(peak * tiling.WORKSPACE))
+        peak = vae_tiling.peak_bytes(self._vae.config, width, height, self.vae_dtype, decode=decode, tile=tile)
+        comfy.model_management.load_models_gpu([self.patcher], memory_required=int(peak * vae_tiling.WORKSPACE))
         return free_bytes(self.patcher, self.device)
 
     def _picture(self, run: Callable[[Tensor], Tensor], samples: Tensor) -> Tensor:

@@ -15,14 +15,14 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from ..atomic_write import check_writable, write_together
 from ..errors import UserError
-from ..ram import GIB
-from ..writing import check_writable, write_together
-from .files import DTYPE_BYTES, TensorInfo, read_json
-from .keymap import Source
+from ..ops.quantized import Fp8
+from ..system_memory import GIB
 from .load import HEADER_CONFIG, Component, check, check_keep, find_dit, find_encoder, module_of
-from .packing import MARKER
-from .quant import Fp8
+from .names import Source
+from .quant_formats import MARKER
+from .safetensors_file import DTYPE_BYTES, TensorInfo, read_json
 from .weights import Weights
 
 FP8_MARKER = json.dumps({"format": "float8_e4m3fn"}).encode()

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checked import printable
-from ..config import DiTConfig, EncoderConfig, VAEConfig
+from ..config.networks import DiTConfig, EncoderConfig, VAEConfig
+from ..config.validate import printable
 from ..errors import UserError
-from .files import Checkpoint, CutShort, open_checkpoint
-from .keymap import DIT_MARKS, Source, dit_prefix, dit_sources, encoder_sources, is_comfy_vae, vae_sources
-from .packing import Packing, Storage, Tensors, storage_of
+from .names import DIT_MARKS, Source, dit_prefix, dit_sources, encoder_sources, is_comfy_vae, vae_sources
+from .quant_formats import Packing, Storage, Tensors, storage_of
+from .safetensors_file import Checkpoint, CutShort, open_checkpoint
 
 SLOTS = {
     "dit": "a Qwen-Image 2.1 transformer (qwen_image_2.1_bf16.safetensors or a diffusers transformer/ folder)",

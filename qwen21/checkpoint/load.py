@@ -13,20 +13,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from .. import layers
-from ..checked import printable, sample_sigmas, short
-from ..config import DiTConfig, EncoderConfig, ScheduleConfig, VAEConfig
-from ..config_keys import differences
-from ..dit import DiT
+from ..choices import COMPONENT_FOLDERS
+from ..config.json_keys import differences
+from ..config.networks import DiTConfig, EncoderConfig, ScheduleConfig, VAEConfig
+from ..config.validate import printable, sample_sigmas, short
 from ..errors import UserError
-from ..options import COMPONENT_FOLDERS
-from ..vae import VAE
+from ..models.dit import DiT
+from ..models.vae import VAE
+from ..ops import linear as layers
+from ..ops.quantized import Fp8, QuantLayers, is_block_layer, unmatched
 from .detect import SLOTS, Identity, expect, open_named
-from .files import Checkpoint, blaming, is_file, is_folder, parse_json, probe, read_json
-from .keymap import Source
-from .packing import DTYPES, FLOATS
+from .names import Source
 from .places import Places
-from .quant import Fp8, QuantLayers, is_block_layer, unmatched
+from .quant_formats import DTYPES, FLOATS
+from .safetensors_file import Checkpoint, blaming, is_file, is_folder, parse_json, probe, read_json
 from .weights import Weights, check_storage
 
 HEADER_CONFIG = "qwen21_config"  # a component's config.json within the header of a single file
@@ -228,7 +228,7 @@ def module_of(
         return DiT(config, **kw)
     if slot == "vae":
         return VAE(config, **kw)
-    from ..encoder import TextEncoder  # imports transformers, which takes seconds
+    from ..models.text_encoder import TextEncoder  # imports transformers, which takes seconds
 
     return TextEncoder(config, **kw)
 

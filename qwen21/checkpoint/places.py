@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..choices import COMPONENT_FOLDERS
 from ..errors import UserError
-from ..options import COMPONENT_FOLDERS
-from ..tokenizer import find_tokenizer, tokenizer_beside
+from ..inputs.tokenizer import find_tokenizer, tokenizer_beside
 from .detect import SLOTS
-from .files import probe
+from .safetensors_file import probe
 
 
 @dataclass(frozen=True)

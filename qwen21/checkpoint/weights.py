@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ..checked import short
+from ..config.validate import short
 from ..errors import UserError
-from .files import Reader
-from .keymap import Source
-from .packing import FLOATS, Packing
-from .quant import E4M3, Fp8, Packed, QuantLayers, dequantized, fp8_scales, hadamard, to_e4m3_range_
+from ..ops.quantized import E4M3, Fp8, Packed, QuantLayers, dequantized, fp8_scales, hadamard, to_e4m3_range_
+from .names import Source
+from .quant_formats import FLOATS, Packing
+from .safetensors_file import Reader
 
 if TYPE_CHECKING:
     from .load import Component

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..options import COMPONENT_FOLDERS
+from ..choices import COMPONENT_FOLDERS
 
 NAME = "qwen21-mini"  # for --model and inspect
 WEIGHTS = Path(__file__).with_name("weights")  # a whole model in the diffusers layout

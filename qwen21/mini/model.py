@@ -14,19 +14,19 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..config import LATENT_PIXELS, DiTConfig, EncoderConfig, ScheduleConfig, TextConfig, VAEConfig, VisionConfig
-from ..config_keys import DIT_KEYS, TEXT_KEYS, VAE_KEYS, VISION_KEYS, to_json
-from ..options import COMPONENT_FOLDERS
-from ..prompt import (
-    IMAGE_PAD,
-    SYSTEM_PROMPT,
-    TEMPORAL_PATCH,
-    VIDEO_PAD,
-    VISION_END,
-    VISION_MERGE,
-    VISION_START,
+from ..choices import COMPONENT_FOLDERS
+from ..config.json_keys import DIT_KEYS, TEXT_KEYS, VAE_KEYS, VISION_KEYS, to_json
+from ..config.networks import (
+    LATENT_PIXELS,
+    DiTConfig,
+    EncoderConfig,
+    ScheduleConfig,
+    TextConfig,
+    VAEConfig,
+    VisionConfig,
 )
-from ..tokenizer import SPECIAL_TOKENS
+from ..inputs.prompt import IMAGE_PAD, SYSTEM_PROMPT, TEMPORAL_PATCH, VIDEO_PAD, VISION_END, VISION_MERGE, VISION_START
+from ..inputs.tokenizer import SPECIAL_TOKENS
 from . import world
 
 VOCABULARY = 448  # bytes, the toy world's words, special tokens

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.load import find_dit, find_encoder, find_vae, load
-from ..tokenizer import load_tokenizer
-from ..vae import VAE as VAENetwork
+from ..inputs.tokenizer import load_tokenizer
+from ..models.vae import VAE as VAENetwork
 from .model import DIT, ENCODER, VAE, write_model, write_tokenizer
-from .train_dit import DIT_PLAN, DiTTrainer
-from .train_vae import DECODER_PLAN, VAE_PLAN, DecoderTrainer, VAETrainer, fold
-from .training import Training
+from .training.dit import DIT_PLAN, DiTTrainer
+from .training.loop import Training
+from .training.vae import DECODER_PLAN, VAE_PLAN, DecoderTrainer, VAETrainer, fold
 
 
 def train_vae(work: Path, minutes: float) -> bool:

@@ -1,9 +1,9 @@
 """Keys and values of a prefix, kept between denoising steps, and between runs."""
 
-from .cache import Prefix, Unit
 from .codecs import CODECS, FIDELITY, NATIVE, Codec, codec_named, fitting_codec, unit_bytes
-from .joined import Joined
+from .contiguous import Joined
 from .keys import Origins, TextOrigin, content, text_origin, unit_keys
+from .kv import Prefix, Unit
 from .placement import Placement
 from .reuse import PrefixInputs, Reuse, prefix_for_now, prefix_through
 from .store import ModelIdentity, Store

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..config import DiTConfig
+from ..config.networks import DiTConfig
 from ..errors import UserError
 
 Parts = tuple[Tensor, ...]

@@ -19,7 +19,7 @@ from torch import Tensor
 from ..sequence import ImageSegment, PrefixLayout, TextSegment, prefix_layout
 
 if TYPE_CHECKING:
-    from ..encoder import TextStates
+    from ..models.text_encoder import TextStates
 
 Picture = tuple[int, int, str]  # first and last + 1 of its tokens among the encoder's, and a name of its pixels
 

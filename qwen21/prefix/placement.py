@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .cache import Unit
+from .kv import Unit
 from .store import Store
 
 RAM = torch.device("cpu")

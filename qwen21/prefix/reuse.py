@@ -11,14 +11,14 @@ import torch
 from torch import Tensor
 
 from ..sequence import PrefixLayout, prefix_layout
-from .cache import Prefix, Unit
 from .codecs import CODECS, Codec, codec_named, fitting_codec, unit_bytes
 from .keys import unit_names
+from .kv import Prefix, Unit
 from .store import ModelIdentity, Store
 from .transfer import same_device
 
 if TYPE_CHECKING:
-    from ..dit import DiT
+    from ..models.dit import DiT
 
 # Bytes that the device does not hold yet, and stored units that the prefix begins with -> where the prefix is kept.
 Place = Callable[[int, Sequence[Unit]], torch.device]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .cache import Unit
+from .kv import Unit
 from .transfer import same_device
 
 if TYPE_CHECKING:

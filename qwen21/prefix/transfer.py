@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .cache import Unit
     from .codecs import Parts
+    from .kv import Unit
 
 ALIGNMENT = 256  # bytes: any dtype may start there
 # Without this, pages count as memory shared with other processes. Windows has no such choice.

@@ -29,8 +29,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from qwen21.ops.rope import rotate, rotation
 from qwen21.prefix.codecs import CENTRED_FROM, CODECS, FP8, Codec, Packing, _hadamard
-from qwen21.rope import rotate, rotation
 from qwen21.sequence import ImageSegment, TextSegment
 
 HEADS, HEAD_DIM, KEYS, QUERIES, BESIDE, SEEDS = 4, 128, 512, 128, 64, 3

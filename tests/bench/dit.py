@@ -15,13 +15,13 @@ import torch
 from diffusers import QwenImage21Transformer2DModel
 from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVCache
 
-from qwen21.backends import Shape, choose
-from qwen21.config import DiTConfig
-from qwen21.dit import DiT
-from qwen21.kernels import CompiledKernels
+from qwen21.config.networks import DiTConfig
+from qwen21.models.dit import DiT
+from qwen21.ops.attention_backends import Shape, choose
+from qwen21.ops.pointwise import CompiledKernels
 from qwen21.prefix import Joined, Prefix
-from qwen21.sampler import sample
-from qwen21.schedule import turbo_sigmas
+from qwen21.sampling.euler import sample
+from qwen21.sampling.schedule import turbo_sigmas
 
 from .pairs import HEADER, Row, compare
 

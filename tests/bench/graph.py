@@ -17,13 +17,13 @@ from functools import partial
 
 import torch
 
-from qwen21.config import DiTConfig
-from qwen21.dit import DiT
-from qwen21.fused import fuse
-from qwen21.graph import BINDING, Step, StepGraph
-from qwen21.kernels import EAGER, CompiledKernels, Kernels
+from qwen21.config.networks import DiTConfig
+from qwen21.models.dit import DiT
+from qwen21.ops.fused_linear import fuse
+from qwen21.ops.pointwise import EAGER, CompiledKernels, Kernels
 from qwen21.prefix import Joined
-from tests import tiny
+from qwen21.sampling.cuda_graph import BINDING, Step, StepGraph
+from tests.support import tiny
 
 from .pairs import compare
 

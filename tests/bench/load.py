@@ -27,7 +27,7 @@ SHARD = 400_000_000  # bytes
 def write_checkpoint(folder: Path, size: dict[str, int]) -> int:
     """A random bf16 transformer in the diffusers layout, in shards; returns its number of parameters."""
     from qwen21.checkpoint.load import module_of
-    from qwen21.config import DiTConfig
+    from qwen21.config.networks import DiTConfig
 
     config = DiTConfig.from_diffusers(size)
     weight_map, shard, count = {}, {}, 0

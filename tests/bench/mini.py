@@ -23,18 +23,18 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from qwen21 import tiling
 from qwen21.checkpoint.load import ModelFiles, find_dit, find_folder
-from qwen21.checkpoint.quant import Fp8
-from qwen21.images import from_vae_pixels
+from qwen21.cli.demo import request_of
+from qwen21.inputs.images import from_vae_pixels
 from qwen21.mini import WEIGHTS
-from qwen21.mini.demo import request_of
 from qwen21.mini.model import RESOLUTION
 from qwen21.mini.reader import Verdict, judge
 from qwen21.mini.world import EDITS, Task, draw, random_task
+from qwen21.models import vae_tiling
+from qwen21.ops.quantized import Fp8
 from qwen21.pipeline import Pipeline
 from qwen21.request import Request
-from tests.tiny_quant import LAYOUTS, pack, write
+from tests.support.tiny_quant import LAYOUTS, pack, write
 
 TURBO = "turbo"
 GROUP = 64  # channels that are rotated together: the miniature's width is no multiple of the usual 256
@@ -97,7 +97,7 @@ def paint(pipeline: Pipeline, tasks: Iterable[Task], row: Row) -> Iterator[Image
         picture = result.images[0]
         if row.tile:
             vae = pipeline._network("vae")
-            pixels = tiling.decode_tiled(vae, vae.denormalise(result.latents), row.tile)
+            pixels = vae_tiling.decode_tiled(vae, vae.denormalise(result.latents), row.tile)
             (picture,) = from_vae_pixels(pixels)
         yield picture
 

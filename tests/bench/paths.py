@@ -22,13 +22,13 @@ import torch
 from torch import Tensor
 
 from qwen21 import __version__
-from qwen21.backends import Shape, choose
-from qwen21.dit import DiT
-from qwen21.flex import FlexPrefill
-from qwen21.fused import fuse
-from qwen21.kernels import EAGER, CompiledKernels
-from qwen21.kitchen import KitchenKernels
-from tests import tiny
+from qwen21.models.dit import DiT
+from qwen21.models.flex_prefill import FlexPrefill
+from qwen21.ops.attention_backends import Shape, choose
+from qwen21.ops.fused_linear import fuse
+from qwen21.ops.pointwise import EAGER, CompiledKernels
+from qwen21.ops.pointwise_kitchen import KitchenKernels
+from tests.support import tiny
 
 from .dit import Inputs, Pair, Size, add_size, rerun_row, size_of
 from .pairs import Row, compare

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from qwen21.checkpoint.load import module_of
-from qwen21.config import DiTConfig
-from qwen21.dit import DiT
-from tests.tiny_quant import LAYOUTS, Layout
+from qwen21.config.networks import DiTConfig
+from qwen21.models.dit import DiT
+from tests.support.tiny_quant import LAYOUTS, Layout
 
 from .load import Peak, write_checkpoint
 
@@ -127,7 +127,7 @@ def measure(what: str, source: Path, out: Path) -> dict[str, float]:
     """Peak of anonymous memory in this process, beside the bytes that stay and the largest tensor read."""
     from qwen21.checkpoint.convert import convert
     from qwen21.checkpoint.load import find_dit, load
-    from qwen21.checkpoint.quant import Fp8
+    from qwen21.ops.quantized import Fp8
 
     part = find_dit(source)
     largest = max(info.nbytes for info in part.checkpoint.tensors.values())

@@ -15,10 +15,10 @@ import torch
 from diffusers import AutoencoderKLQwenImage21
 from torch import Tensor
 
-import qwen21.vae
-from qwen21 import tiling
-from qwen21.config import VAEConfig
-from qwen21.vae import VAE
+import qwen21.models.vae
+from qwen21.config.networks import VAEConfig
+from qwen21.models import vae_tiling
+from qwen21.models.vae import VAE
 
 from .pairs import compare
 from .paths import peak
@@ -58,7 +58,7 @@ def rows(device: str, dtype: torch.dtype, sides: list[int], pairs: int) -> Itera
         runs = {
             "encode": (partial(their_encode, theirs, pixels), partial(ours.encode, pixels)),
             "decode": (decode, partial(ours.decode, latents)),
-            "decode in tiles": (decode, partial(tiling.decode_tiled, ours, latents, TILE)),
+            "decode in tiles": (decode, partial(vae_tiling.decode_tiled, ours, latents, TILE)),
         }
         for name, (reference, run) in runs.items():
             off = (reference().float() - run().float()).abs().max().item()
@@ -76,7 +76,7 @@ def main() -> None:
     if not arguments.small and not torch.cuda.is_available():
         parser.error("the full size needs CUDA; use --small on a CPU")
     if arguments.channels_last:
-        qwen21.vae.packed = lambda x: x.contiguous(memory_format=torch.channels_last)
+        qwen21.models.vae.packed = lambda x: x.contiguous(memory_format=torch.channels_last)
     device, dtype, sides = ("cpu", torch.float32, [256]) if arguments.small else ("cuda", torch.bfloat16, [1024, 2048])
     print(HEADER)
     for row in rows(device, dtype, sides, arguments.pairs):

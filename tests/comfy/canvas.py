@@ -6,7 +6,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.schemas import Schema, Slot
+from tests.support.schemas import Schema, Slot
 
 TITLE, ROW, WIDGET, TEXT, PAD = 30, 20, 28, 150, 20  # heights on the canvas, in pixels
 GAP, COLUMN_GAP, GROUP_PAD, GROUP_TITLE = 90, 70, 25, 50

@@ -1,4 +1,4 @@
-"""Run in a process of its own, in the folder of a ComfyUI: the nodes' models on a GPU made of RAM (`tests.ram_gpu`).
+"""Run in a process of its own, in the folder of a ComfyUI: the nodes' models on a GPU made of RAM.
 
 `python inside_gpu.py PACK MODELS OUT GIB`: a GPU of so many GiB, 0 for the CPU. Saves what came out by name.
 """

@@ -11,7 +11,7 @@ from typing import Any
 from qwen21 import mini
 from qwen21.mini.model import RESOLUTION
 from tests.comfy.canvas import Graph, Node
-from tests.schemas import Schema, node_schemas
+from tests.support.schemas import Schema, node_schemas
 
 FOLDER = Path(__file__).resolve().parents[2] / "workflows"
 BASE, TURBO = "qwen_image_2.1_bf16.safetensors", "qwen_image_2.1_turbo_bf16.safetensors"

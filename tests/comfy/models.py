@@ -7,9 +7,9 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from tests.tiny import VOCABULARY, Tiny
-from tests.tiny_quant import LAYOUTS, block_linear, pack, write
-from tests.tiny_tokenizer import write_tokenizer
+from tests.support.tiny import VOCABULARY, Tiny
+from tests.support.tiny_quant import LAYOUTS, block_linear, pack, write
+from tests.support.tiny_tokenizer import write_tokenizer
 
 DIT = "qwen_image_2.1_tiny.safetensors"
 TURBO = "qwen_image_2.1_turbo_tiny.safetensors"

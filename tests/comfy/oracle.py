@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from qwen21.checkpoint.load import find_dit, load
-from qwen21.config import LATENTS_MEAN, LATENTS_STD
-from qwen21.sampler import Start, draw_noise, sample
-from qwen21.schedule import base_sigmas
+from qwen21.config.networks import LATENTS_MEAN, LATENTS_STD
+from qwen21.sampling.euler import Start, draw_noise, sample
+from qwen21.sampling.schedule import base_sigmas
 
 MEAN, STD = (torch.tensor(values).view(1, -1, 1, 1) for values in (LATENTS_MEAN, LATENTS_STD))
 Side = tuple[Tensor, Sequence[Tensor], Sequence[int]]  # states [T, W], raw latents [1, 64, h, w], slots

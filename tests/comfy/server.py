@@ -16,7 +16,7 @@ from typing import Any
 
 from PIL import Image
 
-from qwen21.comfy_client.server import Server
+from qwen21.clients.comfyui.server import Server
 from qwen21.errors import UserError
 from tests.comfy.installation import ROOT, Installation
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import loras
 from tests.comfy import models
 from tests.comfy.server import PACK
+from tests.support import loras
 
 SCRIPT = Path(__file__).with_name("browser.mjs")
 TYPED = 'a red {cat|dog} beside <image3>, "https://example.org/{x}" // not a comment\nsecond line /* nor this */'

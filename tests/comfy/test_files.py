@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import loras
 from tests.comfy.graphs import ksampler, node, show, text_to_image
 from tests.comfy.models import DIT, ENCODER, VAE
 from tests.comfy.told import edit, tell, told_of
+from tests.support import loras
 
 FOLDERS = {"dit": ("diffusion_models", DIT), "encoder": ("text_encoders", ENCODER), "vae": ("vae", VAE)}
 LOADERS = {"dit": "Qwen21LoadDiT", "encoder": "Qwen21LoadEncoder", "vae": "Qwen21LoadVAE"}

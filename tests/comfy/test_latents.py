@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from qwen21.schedule import base_sigmas
+from qwen21.sampling.schedule import base_sigmas
 from tests.comfy.graphs import STEPS, ksampler, loaders, node, prompt, sampler, show, text_to_image
 
 TOKENS = 4 * 6  # of 96x64 pixels

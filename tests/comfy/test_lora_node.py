@@ -6,7 +6,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests import loras
 from tests.comfy.graphs import ksampler, node, prompt, sampler, show, text_to_image
 from tests.comfy.models import DIT, DIT_INT8
 from tests.comfy.oracle import Oracle
@@ -14,7 +13,8 @@ from tests.comfy.test_other_nodes import require_deep_clone
 from tests.comfy.test_quantized import loader, relative
 from tests.comfy.test_sampling import side
 from tests.comfy.told import SEEDS, edit, tell, told_of
-from tests.tiny_quant import LAYOUTS, pack, write
+from tests.support import loras
+from tests.support.tiny_quant import LAYOUTS, pack, write
 
 TOLERANCE = 1e-5  # of the latent's norm
 WEIGHTS = {"plain": {}, "int8_convrot": {"file": DIT_INT8}, "fp8": {"dtype": "fp8"}}

@@ -5,8 +5,8 @@ import re
 import pytest
 
 from qwen21.checkpoint.load import find_dit, find_encoder, find_vae
-from qwen21.memory_plan import Job, plan_memory
-from qwen21.memory_show import WIDTH
+from qwen21.memory.plan import Job, plan_memory
+from qwen21.memory.show import WIDTH
 from tests.comfy.graphs import node, show
 from tests.comfy.models import DIT, ENCODER, FOLDER, VAE
 

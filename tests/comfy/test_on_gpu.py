@@ -7,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.comfy.installation import ROOT
-from tests.compiler import needs_compiler
+from tests.support.needs_compiler import needs_compiler
 
 pytestmark = needs_compiler
 

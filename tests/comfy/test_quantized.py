@@ -8,17 +8,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qwen21.checkpoint.load import find_encoder, load
-from qwen21.checkpoint.quant import Fp8
-from qwen21.tokenizer import load_tokenizer
-from tests import loras
+from qwen21.inputs.tokenizer import load_tokenizer
+from qwen21.ops.quantized import Fp8
 from tests.comfy.graphs import ksampler, loaders, node, sampler, show, text_to_image, two_references
 from tests.comfy.installation import ROOT
 from tests.comfy.models import DIT, DIT_INT8, ENCODER, ENCODER_INT8, FOLDER, quantize
 from tests.comfy.oracle import Oracle
 from tests.comfy.test_sampling import TOLERANCE, side
-from tests.tiny import VOCABULARY
-from tests.tiny_quant import LAYOUTS, block_linear, pack, write
-from tests.tiny_tokenizer import write_tokenizer
+from tests.support import loras
+from tests.support.tiny import VOCABULARY
+from tests.support.tiny_quant import LAYOUTS, block_linear, pack, write
+from tests.support.tiny_tokenizer import write_tokenizer
 
 # How far a picture's latent may be from the source's (relative norm), and the name of the layout in reports.
 DITS = {

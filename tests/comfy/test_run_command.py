@@ -10,7 +10,7 @@ import time
 import pytest
 from PIL import Image
 
-from qwen21.cli import main
+from qwen21.cli.main import main
 from tests.comfy.installation import ROOT
 from tests.comfy.models import DIT, ENCODER, VAE
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qwen21.sampler import noise_seed
-from qwen21.schedule import base_sigmas
+from qwen21.sampling.euler import noise_seed
+from qwen21.sampling.schedule import base_sigmas
 from tests.comfy.graphs import (
     STEPS,
     ksampler,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qwen21.schedule import base_sigmas
+from qwen21.sampling.schedule import base_sigmas
 from tests.comfy.graphs import (
     STEPS,
     counts,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from qwen21.cli import main
+from qwen21.cli.main import main
 from tests.comfy.installation import ROOT
 from tests.comfy.models import DIT, ENCODER, TURBO, VAE
 

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from tests import loras
 from tests.comfy.graphs import ksampler, node, prompt, sampler, show, text_to_image, two_references
+from tests.support import loras
 
 EVENT = "qwen21.warnings"
 SEEDS = itertools.count(70_000)

@@ -73,11 +73,11 @@ BROKEN = [
     (rules.library_imports, "import sageattention"),
     (rules.library_imports, "try:\n    import transformers\nexcept ImportError:\n    pass"),
     (rules.library_imports, "import importlib\nx = importlib.import_module('transformers')"),
-    (rules.library_imports, "from qwen21.config import DiTConfig"),
+    (rules.library_imports, "from qwen21.config.networks import DiTConfig"),
     (rules.library_imports, "def f():\n    import qwen21"),
     (rules.library_imports, "from ..nodes import bridge"),
     (rules.library_imports, "import scipy"),
-    (rules.pack_imports, "from qwen21.dit import DiT"),
+    (rules.pack_imports, "from qwen21.models.dit import DiT"),
     (rules.pack_imports, "import transformers"),
     (rules.pack_imports, "def f():\n    import torchvision"),
     (rules.unsafe_code, "import torch\ntorch.load('x')"),
@@ -168,7 +168,7 @@ def test_import_of_the_library_is_light_and_leaves_no_trace():
     run = subprocess.run([sys.executable, "-c", IMPORT_ALL], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
     seen = json.loads(run.stdout)
-    assert "qwen21.config" in seen["ours"]
+    assert "qwen21.config.networks" in seen["ours"]
     assert {"transformers", "diffusers", "torchvision", "comfy"} & set(seen["tops"]) == set()
     assert seen["after"] == seen["before"]
 

@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from qwen21 import memory
-from qwen21.checkpoint import quant
-from qwen21.config import DiTConfig
-from qwen21.dit import DiT
-from qwen21.fused import fuse
-from tests import tiny
-from tests.compiler import needs_compiler
-from tests.device_runs import EDIT, distance, make_folder, run_on
-from tests.ram_gpu import CUDA, ram_gpu
+from qwen21.config.networks import DiTConfig
+from qwen21.memory import estimate
+from qwen21.models.dit import DiT
+from qwen21.ops import quantized
+from qwen21.ops.fused_linear import fuse
+from tests.support import tiny
+from tests.support.device_runs import EDIT, distance, make_folder, run_on
+from tests.support.needs_compiler import needs_compiler
+from tests.support.ram_gpu import CUDA, ram_gpu
 
 pytestmark = [
     needs_compiler,
@@ -105,7 +105,7 @@ def on_gpu(module):
 @pytest.mark.parametrize(("batch", "references"), [(1, 0), (1, 2), (2, 2)])
 def test_activations_are_as_planned(monkeypatch, kind, batch, references):
     """FP8 takes no more than bf16, but for a copy of a few rows."""
-    monkeypatch.setattr(quant, "COPY_BYTES", 2**16)
+    monkeypatch.setattr(quantized, "COPY_BYTES", 2**16)
     fused = "fused" in kind
     with ram_gpu() as gpu:
         dit = on_gpu(DiT(CONFIG, dtype=torch.bfloat16, device="meta"))
@@ -123,9 +123,9 @@ def test_activations_are_as_planned(monkeypatch, kind, batch, references):
         gpu.peak = before
         dit.denoise(target, 0.5, prefix)
         step = gpu.peak - before
-    made = memory.chains([prefix.layout])
-    planned = memory.prefill_activations(CONFIG, made, torch.bfloat16, fused=fused)
-    planned_step = memory.step_activations(CONFIG, batch, 576, made[0].units, torch.bfloat16, fused=fused)
+    made = estimate.chains([prefix.layout])
+    planned = estimate.prefill_activations(CONFIG, made, torch.bfloat16, fused=fused)
+    planned_step = estimate.step_activations(CONFIG, batch, 576, made[0].units, torch.bfloat16, fused=fused)
     low = 0.98 if "fp8" not in kind else 0.8
     assert low * planned <= prefill <= 1.02 * planned + 2**17
     assert low * planned_step <= step <= 1.02 * planned_step + 2**17

@@ -6,9 +6,9 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from qwen21.cli import main
-from qwen21.images import open_image
-from tests import tiny
+from qwen21.cli.main import main
+from qwen21.inputs.images import open_image
+from tests.support import tiny
 
 STEPS = 3
 

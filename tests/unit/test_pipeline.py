@@ -10,15 +10,15 @@ from PIL import Image
 
 from qwen21.checkpoint import load as loading
 from qwen21.checkpoint.load import find_folder
-from qwen21.dit import DiT
-from qwen21.encoder import TextEncoder
 from qwen21.errors import Cancelled, UserError
-from qwen21.images import fit, latent_mask, to_vae_pixels
+from qwen21.inputs.images import fit, latent_mask, to_vae_pixels
+from qwen21.models.dit import DiT
+from qwen21.models.text_encoder import TextEncoder
 from qwen21.pipeline import Pipeline, Request, Watch
 from qwen21.prefix import Prefix
 from qwen21.request import make_plan
-from qwen21.sampler import GuidanceRange
-from tests import tiny
+from qwen21.sampling.euler import GuidanceRange
+from tests.support import tiny
 
 
 @pytest.fixture(scope="module")

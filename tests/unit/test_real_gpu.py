@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.device_runs import EDIT, distance, make_folder, run_on
+from tests.support.device_runs import EDIT, distance, make_folder, run_on
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qwen21.errors import UserError
-from tests.schemas import node_schemas
+from tests.support.schemas import node_schemas
 
 NODES = Path(__file__).resolve().parents[2] / "nodes"
 DOCS = NODES.parent / "web" / "docs"

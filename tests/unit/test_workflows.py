@@ -11,7 +11,7 @@ from qwen21.mini.model import RESOLUTION
 from tests.comfy.canvas import CORE
 from tests.comfy.make_workflows import BUNDLED, files
 from tests.house_rules import MACHINE_PATH
-from tests.schemas import FILES, ROOT, node_schemas
+from tests.support.schemas import FILES, ROOT, node_schemas
 
 WORKFLOWS = ROOT / "workflows"
 NAMES = sorted(path.stem for path in WORKFLOWS.glob("*.json"))

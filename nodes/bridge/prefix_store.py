@@ -1,0 +1,162 @@
+"""The prefixes of a MODEL: by way of its store where nothing acts on the model unseen, for one run otherwise."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ...qwen21.memory.estimate import store_budget, working_bytes
+from ...qwen21.prefix import (
+    CODECS,
+    ModelIdentity,
+    Placement,
+    Prefix,
+    Reuse,
+    prefix_for_now,
+    prefix_through,
+    unit_bytes,
+)
+from ...qwen21.system_memory import GIB
+from .host import free_bytes, free_ram
+from .patch_digest import PatchDigest, Unseen, require_visible
+from .store_patcher import StorePatcher
+
+if TYPE_CHECKING:
+    from .condition import Condition
+
+log = logging.getLogger(__name__)
+
+OPTIONS = "qwen21_prefix"  # in transformer_options: the fields of PrefixSettings
+
+
+@dataclass(frozen=True)
+class PrefixSettings:
+    """How a MODEL keeps its prefixes. `budget` in GiB for all of them between runs, 0 for the default."""
+
+    cache: bool = True
+    device: str = "auto"
+    storage: str = "auto"
+    budget: float = 0.0
+
+
+class PrefixStore:
+    """A base model's store, as long-lived as the model."""
+
+    def __init__(self, model: Any) -> None:
+        self._owner = weakref.ref(model)  # ComfyUI wants models to go without the garbage collector
+        self._conditions: weakref.WeakSet[Condition] = weakref.WeakSet()
+        self._digest = PatchDigest()
+        self._patcher: StorePatcher | None = None
+        self.device = torch.device("cpu")
+        self.upcoming: Any = None
+        self._counted: set[str] = set()
+
+    @property
+    def _model(self) -> Any:
+        return self._owner()
+
+    @property
+    def patcher(self) -> StorePatcher:
+        if self._patcher is None:
+            self._patcher = StorePatcher(self.device)
+        return self._patcher
+
+    def prefix(
+        self, condition: Condition, row: int, x: Tensor, options: dict[str, Any], prefilling: dict[str, Any]
+    ) -> tuple[Prefix, Reuse]:
+        """The prefix of one text of a condition for targets like `x` [B, 64, h, w]. Called within the model's forward,
+        where its weights, patches and hooks are in force; `prefilling` goes to `DiT.prefill`."""
+        settings = PrefixSettings(**options.get(OPTIONS, {}))
+        dit, inputs = self._model.diffusion_model, condition.inputs(row, x)
+        working = working_bytes(dit.config, x.shape[0], x.shape[-1] * x.shape[-2], inputs.layout.unit_tokens, x.dtype)
+        placement = self._placement(settings, working, x.device)
+        codec = inputs.codec(settings.storage, dit, *placement.room())
+        kind = "off"
+        reason = "the prefix cache is off" if condition.stable else "hooks may change weights between steps"
+        if settings.cache and condition.stable:
+            try:
+                identity = self._identity(self._model.current_patcher, x, codec, options)
+            except Unseen as unseen:
+                kind, reason = "miss", f"kept for this run only: {unseen}"
+            else:
+                store = self.patcher.store
+                store.budget = int(settings.budget * GIB) or store_budget()
+                return prefix_through(store, identity, dit, inputs, placement.place, **prefilling)
+        return prefix_for_now(dit, inputs, codec, placement.place, kind, reason, **prefilling)
+
+    def _placement(self, settings: PrefixSettings, working: int, device: torch.device) -> Placement:
+        def free() -> int:
+            return free_bytes(self._model.current_patcher, device)
+
+        return Placement(settings.device, device, working, self.patcher.store, free, free_ram, self.patcher.give_up)
+
+    def _identity(self, patcher: Any, x: Tensor, codec: str, options: dict[str, Any]) -> ModelIdentity:
+        require_visible(patcher, options)
+        patches = self._digest.of(patcher.patches)
+        return ModelIdentity(self._model.diffusion_model.made_of, str(x.dtype), codec, patches, x.device.type)
+
+    def begin(self, patcher: Any) -> None:
+        """Before a run, and before ComfyUI asks what it needs: `patcher` is about to sample."""
+        self.upcoming, self._counted = patcher, set()
+
+    def watch(self, condition: Condition) -> None:
+        """A condition of the run: some guiders keep theirs where nobody else finds them."""
+        self._conditions.add(condition)
+
+    def end(self) -> None:
+        """After a run: let go of its prefixes, which only the store may keep, and be ready to yield them."""
+        self.upcoming = None
+        for condition in self._conditions:
+            condition.prefixes.clear()
+        self.patcher.register()
+
+    def bytes_to_come(self, condition: Condition) -> int:
+        """Bytes that a condition's prefixes will add to the device: without what the store holds there already, and
+        without what another condition of the run was asked for before."""
+        if self.upcoming is None:
+            return 0
+        settings = PrefixSettings(**self.upcoming.model_options.get("transformer_options", {}).get(OPTIONS, {}))
+        if settings.device == "cpu":
+            return 0
+        config, dtype = self._model.diffusion_model.config, self._model.compute_dtype
+        codec = CODECS["native" if settings.storage == "auto" else settings.storage]
+        total = 0
+        for row in range(len(condition.texts)):
+            unseen = [
+                (key, tokens)
+                for key, tokens in self._absent(condition, row, settings, codec.name)
+                if key not in self._counted
+            ]
+            self._counted.update(key for key, _ in unseen)
+            total += sum(unit_bytes(config, tokens, dtype, codec) for _, tokens in unseen)
+        return total
+
+    def _absent(self, condition: Condition, row: int, settings: PrefixSettings, codec: str) -> list[tuple[str, int]]:
+        """Key and tokens of the units of a text that are not on the device."""
+        keys, tokens = condition.keys[row], condition.layout(row).unit_tokens
+        present = 0
+        if self._patcher is not None and settings.cache and condition.stable:
+            x = torch.empty(0, dtype=self._model.compute_dtype, device=self.device)
+            options = self.upcoming.model_options.get("transformer_options", {})
+            with contextlib.suppress(Unseen):
+                identity = self._identity(self.upcoming, x, codec, options)
+                present = self._patcher.store.holds(identity, keys, self.device)
+        return list(zip(keys, tokens, strict=True))[present:]
+
+
+def note_reuse(guider: Any) -> None:
+    """At a run's end: say what became of each prefix, in the log and, by condition name, as `guider.qwen21_reuse`."""
+    guider.qwen21_reuse = {}
+    for name, entries in getattr(guider, "conds", {}).items():
+        held = [entry.get("model_conds", {}).get("qwen21") for entry in entries]
+        facts = [reuse for one in held if one is not None for _, reuse in sorted(one.cond.reuse.items())]
+        for reuse in facts:
+            log.info("Qwen-Image 2.1: %s prefix: %s", name, reuse)
+        if facts:
+            guider.qwen21_reuse[name] = [reuse.timed_facts for reuse in facts]

@@ -1,0 +1,78 @@
+"""What other nodes ask of the transformer by its options: attention, compiling, and patches that cannot be."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import comfy.patcher_extension
+from comfy.ldm.modules.attention import optimized_attention
+from torch import Tensor
+
+from ...qwen21.config.networks import DiTConfig
+from ...qwen21.errors import UserError
+from ...qwen21.ops.attention import sdpa
+from ...qwen21.ops.pointwise import CompiledKernels, Kernels
+from ...qwen21.ops.pointwise_kitchen import uncompiled
+from ..titles import ENCODE_PROMPT
+from .condition import Condition
+
+log = logging.getLogger(__name__)
+
+COMPILED = "torch.compile"  # the key of the wrapper that core's TorchCompileModel leaves
+
+
+class Compiler:
+    """The kernels of one transformer: compiled ones, once TorchCompileModel asks for them.
+
+    Core's wrapper would compile the whole transformer for one size and one number of references. Our kernels are for
+    all, and no weight is in them: weights may be patched, quantized or moved as ever.
+    """
+
+    def __init__(self) -> None:
+        self._plain: Kernels | None = None
+        self._compiled: Kernels | None = None
+
+    def kernels(self, config: DiTConfig, x: Tensor, options: dict[str, Any]) -> Kernels:
+        if self._plain is None:
+            self._plain = uncompiled(x.device)
+            self._plain.prepare(config, x.dtype, x.device)
+        if COMPILED not in options.get("wrappers", {}).get(comfy.patcher_extension.WrappersMP.APPLY_MODEL, {}):
+            return self._plain
+        if self._compiled is None:
+            self._compiled = compiled = CompiledKernels()
+            try:
+                compiled.prepare(config, x.dtype, x.device)
+                log.info("Qwen-Image 2.1: compiled in %.1f s", compiled.seconds)
+            except UserError as error:
+                self._compiled = self._plain
+                log.warning("Qwen-Image 2.1 samples without compiling: %s", error)
+        return self._compiled
+
+
+def refuse_unsupported(control: Any, options: dict[str, Any], condition: Condition | None) -> None:
+    if condition is None:
+        raise UserError(f"the Qwen-Image 2.1 MODEL got no conditioning; wire '{ENCODE_PROMPT}' into positive")
+    if control is not None:
+        raise UserError("ControlNets do not exist for Qwen-Image 2.1; remove the Apply ControlNet node")
+    patches = [name for name, given in options.get("patches", {}).items() if given]
+    patches += [f"patches_replace.{name}" for name, given in options.get("patches_replace", {}).items() if given]
+    patches += ["rope_options"] if options.get("rope_options") else []
+    if patches:
+        raise UserError(
+            f"a node patches the transformer's blocks ({', '.join(patches)}), which this MODEL does not support: its "
+            "prefix is computed apart from its steps; remove that node"
+        )
+
+
+def attention(options: dict[str, Any]) -> Any:
+    """ComfyUI's chosen attention, overrides included; masked text stays with PyTorch's, which handles masks right."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        if mask is not None or causal:
+            return sdpa(q, k, v, mask=mask, causal=causal)
+        return optimized_attention(
+            q, k, v, q.shape[1], skip_reshape=True, skip_output_reshape=True, transformer_options=options
+        )
+
+    return attend

@@ -1,0 +1,122 @@
+"""From the names in files to the names of our modules: prefixes, the Comfy layouts, fused tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .safetensors_file import TensorInfo
+
+# What whole files' keys stand under: as ComfyUI saves models, as trainers and other packs do.
+WRAPPERS = ("model.model.", "model.", "net.")
+DIT_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", *WRAPPERS)
+ENCODER_PREFIXES = ("text_encoder.", *WRAPPERS)
+VAE_PREFIXES = ("first_stage_model.", "vae.", *WRAPPERS)
+DIT_MARKS = ("txt_in.text_norm.weight", "transformer_blocks.0.attn.to_q.weight")
+ENCODER_STEMS = ("", "model.", "language_model.", "model.language_model.")
+ENCODER_MARKS = tuple(f"{stem}embed_tokens.weight" for stem in ENCODER_STEMS)
+VAE_MARKS = ("decoder.conv_in.weight", "decoder.conv1.weight")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one parameter comes from: a tensor of the file, all of it or some of its rows, in its final shape."""
+
+    key: str
+    shape: tuple[int, ...]
+    rows: tuple[int, int] | None = None
+
+
+def dit_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
+    """Parameters of `DiT`. Fused `gate_up` tensors are split into gate_layer (first half of the rows) and proj."""
+    sources: dict[str, Source] = {}
+    prefix = dit_prefix(tensors)
+    for key, info in tensors.items():
+        name = key.removeprefix(prefix)
+        if name.endswith(".img_mlp.gate_up.weight") and len(info.shape) == 2:
+            stem, half = name.removesuffix("gate_up.weight"), info.shape[0] // 2
+            shape = (half, info.shape[1])
+            sources[f"{stem}gate_layer.weight"] = Source(key, shape, (0, half))
+            sources[f"{stem}proj.weight"] = Source(key, shape, (half, info.shape[0]))
+        else:
+            sources[name] = Source(key, info.shape)
+    return sources
+
+
+def dit_prefix(tensors: Mapping[str, TensorInfo]) -> str:
+    """The prefix all transformer keys of a file carry, or none."""
+    return _prefix(tensors, DIT_PREFIXES, DIT_MARKS)
+
+
+def _prefix(tensors: Mapping[str, TensorInfo], prefixes: tuple[str, ...], marks: tuple[str, ...]) -> str:
+    """The one of `prefixes` under which a file has any of `marks`, keys that only this network has; '' without any."""
+    return next((prefix for prefix in ("", *prefixes) if any(prefix + mark in tensors for mark in marks)), "")
+
+
+def encoder_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
+    """Parameters of `TextEncoder`: Hugging Face or Comfy names. The final norm and `lm_head` are never read."""
+    sources = {}
+    prefix = _prefix(tensors, ENCODER_PREFIXES, ENCODER_MARKS)
+    for key, info in tensors.items():
+        # The language model stands under `model.`; in ComfyUI's files the vision tower does not.
+        name = key.removeprefix(prefix).removeprefix("model.")
+        if name.startswith(("layers.", "embed_tokens.", "norm.")):
+            name = f"language_model.{name}"
+        if not name.startswith(("lm_head.", "language_model.norm.")):
+            sources[name] = Source(key, info.shape)
+    return sources
+
+
+# Names of the Comfy single-file VAE (Wan 2.2's) and of diffusers', as regular expressions over whole keys.
+_RESIDUAL = {"0": "norm1", "2": "conv1", "3": "norm2", "6": "conv2"}
+_VAE_RULES: tuple[tuple[str, str], ...] = (
+    (r"conv1\.(\w+)", r"quant_conv.\1"),
+    (r"conv2\.(\w+)", r"post_quant_conv.\1"),
+    (r"(encoder|decoder)\.conv1\.(\w+)", r"\1.conv_in.\2"),
+    (r"(encoder|decoder)\.head\.0\.(\w+)", r"\1.norm_out.\2"),
+    (r"(encoder|decoder)\.head\.2\.(\w+)", r"\1.conv_out.\2"),
+    (r"(encoder|decoder)\.middle\.0\.residual\.(\d)\.(\w+)", r"\1.mid_block.resnets.0.<\2>.\3"),
+    (r"(encoder|decoder)\.middle\.2\.residual\.(\d)\.(\w+)", r"\1.mid_block.resnets.1.<\2>.\3"),
+    (r"(encoder|decoder)\.middle\.1\.(norm|to_qkv|proj)\.(\w+)", r"\1.mid_block.attentions.0.\2.\3"),
+    (r"encoder\.downsamples\.(\d+)\.downsamples\.(\d+)\.residual\.(\d)\.(\w+)",
+     r"encoder.down_blocks.\1.resnets.\2.<\3>.\4"),
+    (r"encoder\.downsamples\.(\d+)\.downsamples\.(\d+)\.shortcut\.(\w+)",
+     r"encoder.down_blocks.\1.resnets.\2.conv_shortcut.\3"),
+    (r"encoder\.downsamples\.(\d+)\.downsamples\.\d+\.(resample\.1|time_conv)\.(\w+)",
+     r"encoder.down_blocks.\1.downsampler.\2.\3"),
+    (r"decoder\.upsamples\.(\d+)\.upsamples\.(\d+)\.residual\.(\d)\.(\w+)",
+     r"decoder.up_blocks.\1.resnets.\2.<\3>.\4"),
+    (r"decoder\.upsamples\.(\d+)\.upsamples\.(\d+)\.shortcut\.(\w+)",
+     r"decoder.up_blocks.\1.resnets.\2.conv_shortcut.\3"),
+    (r"decoder\.upsamples\.(\d+)\.upsamples\.\d+\.(resample\.1|time_conv)\.(\w+)",
+     r"decoder.up_blocks.\1.upsampler.\2.\3"),
+)  # fmt: skip
+
+
+def is_comfy_vae(tensors: Mapping[str, TensorInfo]) -> bool:
+    return any(".middle.0.residual." in key for key in tensors)
+
+
+def vae_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
+    """Parameters of `VAE`, `time_conv` among them (it tells the slots; the module has none).
+
+    Kernels of rank 5 with one time slot lose that axis; nothing else is squeezed.
+    """
+    comfy = is_comfy_vae(tensors)
+    prefix = _prefix(tensors, VAE_PREFIXES, VAE_MARKS)
+    sources = {}
+    for key, info in tensors.items():
+        name, shape = key.removeprefix(prefix), info.shape
+        if len(shape) == 5 and shape[2] == 1:
+            shape = (*shape[:2], *shape[3:])
+        sources[_vae_name(name) if comfy else name] = Source(key, shape)
+    return sources
+
+
+def _vae_name(key: str) -> str:
+    for pattern, replacement in _VAE_RULES:
+        match = re.fullmatch(pattern, key)
+        if match:
+            return re.sub(r"<(\d)>", lambda m: _RESIDUAL.get(m[1], m[0]), match.expand(replacement))
+    return key

@@ -1,0 +1,338 @@
+"""The flags of the command line, and how their values are read."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..choices import ATTENTIONS, CANVASES, EDIT_NOISES, KV_STORAGES, SCHEDULES
+from ..config.networks import MAX_REFERENCES
+from ..errors import UserError
+from ..system_memory import GIB
+
+if TYPE_CHECKING:
+    from ..ops.quantized import Fp8
+    from ..request import Request
+    from ..sampling.euler import GuidanceRange
+
+LARGEST_GIB = 2**20
+
+
+def add_generate(p: argparse.ArgumentParser) -> None:
+    """The flags of `generate`."""
+    model = p.add_argument_group("model")
+    model.add_argument(
+        "--model", metavar="FOLDER", type=Path, help="a whole-model diffusers folder, or qwen21-mini, the bundled one"
+    )
+    model.add_argument(
+        "--dit",
+        metavar="FILE",
+        type=Path,
+        help="transformer: single file or component folder; this and the next two are in place of --model's part, or "
+        "without a --model; qwen21-mini is its own",
+    )
+    model.add_argument("--encoder", metavar="FILE", type=Path, help="text encoder: single file or component folder")
+    model.add_argument("--vae", metavar="FILE", type=Path, help="VAE: single file or component folder")
+    model.add_argument(
+        "--tokenizer", metavar="DIR", type=Path, help="tokenizer folder, where none lies with the encoder"
+    )
+    model.add_argument(
+        "--dtype",
+        choices=("auto", "fp32", "bf16", "fp16", "fp8"),
+        default="auto",
+        help="auto: bf16 on CUDA, else fp32, or bf16 where that does not fit in RAM; fp8: as auto, with the blocks' "
+        "weights in fp8",
+    )
+    model.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    model.add_argument("--force", action="store_true", help="run what the memory plan says does not fit")
+    model.add_argument(
+        "--lora",
+        metavar="F[:strength]",
+        type=_lora,
+        nargs="+",
+        action="extend",
+        default=[],
+        help="LoRAs beside the transformer's weights, each at its strength (1)",
+    )
+    _add_keep(model)
+    model.add_argument(
+        "--compile",
+        action="store_true",
+        help="compile what lies between the transformer's matrix products, on a CPU its attention too: seconds once, "
+        "then faster steps; needs a C++ compiler, for a GPU Triton",
+    )
+    model.add_argument(
+        "--cuda-graph",
+        action="store_true",
+        help="on a GPU: record a step and replay it, where launching its kernels takes longer than running them, as "
+        "with small pictures; from 12 steps on",
+    )
+
+    picture = p.add_argument_group("picture")
+    picture.add_argument("--prompt", metavar="P", help="what to paint or to change")
+    picture.add_argument("--negative", metavar="P", help="negative prompt; needs --cfg above 1")
+    picture.add_argument(
+        "--image",
+        metavar="F",
+        type=Path,
+        nargs="+",
+        action="extend",
+        default=[],
+        help=f"references, up to {MAX_REFERENCES}, in order; the prompt may call them <image1>, <image2>, ...",
+    )
+    picture.add_argument(
+        "--size", metavar="WxH", type=_size, help="output size in pixels, rounded down to multiples of 32"
+    )
+    picture.add_argument(
+        "--resolution",
+        metavar="R",
+        type=int,
+        default=1024,
+        help="references and default output have about R x R pixels",
+    )
+    picture.add_argument("--canvas", choices=CANVASES, default="last", help="which reference the output size follows")
+    picture.add_argument("--batch", metavar="N", type=int, default=1, help="pictures per run")
+    picture.add_argument(
+        "--init-image",
+        metavar="F",
+        type=Path,
+        help="start from this picture instead of pure noise, in its shape unless --size or --image give another",
+    )
+    picture.add_argument(
+        "--mask", metavar="F", type=Path, help="white where --init-image may change, black where it stays"
+    )
+    picture.add_argument(
+        "--denoise", metavar="D", type=float, default=1.0, help="how much of --init-image is redone, above 0 to 1"
+    )
+
+    sampling = p.add_argument_group("sampling")
+    sampling.add_argument("--seed", metavar="N", type=int, default=0)
+    sampling.add_argument("--steps", metavar="N", type=int, help="default 40; Turbo always runs 8")
+    sampling.add_argument("--schedule", choices=SCHEDULES, default="auto", help="auto: Turbo for Turbo checkpoints")
+    sampling.add_argument(
+        "--sigmas", metavar="S,S,...", type=_sigmas, help="a grid of your own, strictly falling within 1 and 0"
+    )
+    sampling.add_argument(
+        "--cfg", metavar="C", type=float, default=1.0, help="guides above 1, and only with --negative"
+    )
+    sampling.add_argument(
+        "--cfg-range",
+        metavar="A:B:CFG",
+        type=_cfg_range,
+        nargs="+",
+        action="extend",
+        default=[],
+        help="another CFG for steps A to B, counted from 1",
+    )
+    sampling.add_argument(
+        "--edit-noise",
+        choices=EDIT_NOISES,
+        default="decorrelated",
+        help="noise of edits: from a moved seed, or the released pipeline's",
+    )
+    sampling.add_argument(
+        "--attention",
+        choices=ATTENTIONS,
+        default="auto",
+        help="auto: the fastest exact kernel of the GPU, by a measurement; sage is faster and not exact; "
+        "compiled: for fp32 on a CPU, by a C++ compiler, which auto counts with --compile",
+    )
+    sampling.add_argument(
+        "--prefix-cache",
+        choices=("on", "off"),
+        default="on",
+        help="off computes the prefix again at every step, to check",
+    )
+    sampling.add_argument(
+        "--kv-storage",
+        choices=KV_STORAGES,
+        default="auto",
+        help="how the prefix is kept: native is exact, int8 takes half and loses least; auto: native while it fits",
+    )
+    sampling.add_argument(
+        "--kv-device", choices=("auto", "gpu", "cpu"), default="auto", help="where the prefix is kept"
+    )
+    sampling.add_argument(
+        "--kv-budget",
+        metavar="GIB",
+        type=float,
+        help="how much prefixes may keep between the runs of one process, 0 for nothing; default a quarter of the RAM",
+    )
+
+    output = p.add_argument_group("output")
+    output.add_argument(
+        "--out", metavar="FILE.png", type=Path, help="with --batch N or --repeat N: FILE-1.png to FILE-N.png"
+    )
+    output.add_argument("--save-latent", metavar="FILE.safetensors", type=Path)
+    output.add_argument("--repeat", metavar="N", type=int, default=1, help="N runs, the seed one higher each time")
+    output.add_argument(
+        "--session",
+        metavar="JOBS.json",
+        type=Path,
+        help='jobs for one process: a list of tables such as {"prompt": "a cat", "out": "cat.png"}',
+    )
+
+
+def add_plan(p: argparse.ArgumentParser) -> None:
+    """The flags of `plan`: those of `generate`, so that its command line can be asked about, and a few of its own."""
+    add_generate(p)
+    plan = p.add_argument_group("plan")
+    plan.add_argument(
+        "--free", metavar="GIB", type=float, help="plan for a GPU with so much memory free, default: this machine"
+    )
+    plan.add_argument("--picture", metavar="FILE.png", type=Path, help="write the plan as a picture too")
+
+
+def _add_keep(p: argparse._ActionsContainer) -> None:
+    p.add_argument(
+        "--keep",
+        metavar="PATTERN",
+        nargs="+",
+        action="extend",
+        default=[],
+        help="layers that --dtype fp8 leaves alone, such as img_mlp, blocks.3.attn, to_?",
+    )
+
+
+def add_convert(p: argparse.ArgumentParser) -> None:
+    """The flags of `convert`."""
+    source = p.add_mutually_exclusive_group(required=True)
+    source.add_argument("--dit", metavar="F", type=Path, help="transformer: single file or component folder")
+    source.add_argument("--encoder", metavar="F", type=Path, help="text encoder: single file or component folder")
+    p.add_argument("--dtype", choices=("fp8",), required=True, help="what the blocks' weights become")
+    p.add_argument(
+        "--scales",
+        choices=("tensor", "row"),
+        default="tensor",
+        help="tensor: what ComfyUI's own loaders read; row: what --dtype fp8 makes, for this pack alone",
+    )
+    _add_keep(p)
+    p.add_argument("--out", metavar="FILE.safetensors", type=Path, required=True, help="a single file for ComfyUI")
+
+
+def add_run(p: argparse.ArgumentParser) -> None:
+    """The flags of `run`."""
+    p.add_argument("file", metavar="FILE", type=Path, help="workflow in API format: in ComfyUI, File > Export (API)")
+    p.add_argument("--server", metavar="URL", default="http://127.0.0.1:8188", help="default %(default)s")
+    several = {"nargs": "+", "action": "extend", "default": []}
+    node = "NODE is a node's id, class or title"
+    p.add_argument("--set", metavar="NODE.INPUT=VALUE", **several, help=f"{node}; VALUE is JSON, or else a string")
+    picture = "upload a picture into an input; NODE alone means its input `image`, which LoadImage has"
+    p.add_argument("--image", metavar="NODE.INPUT=FILE", **several, help=picture)
+    p.add_argument("--out", metavar="DIR", type=Path, default=Path("."), help="folder for the outputs, default here")
+    p.add_argument("--verbose", action="store_true", help="show the texts of nodes, and tracebacks, on stderr")
+
+
+def request_of(a: argparse.Namespace) -> Request:
+    """What the arguments ask for, but for the pictures they name."""
+    from ..request import Request
+
+    return Request(
+        prompts=a.prompt or "",
+        negative=a.negative,
+        cfg=a.cfg,
+        cfg_ranges=tuple(a.cfg_range),
+        steps=a.steps,
+        schedule=a.schedule,
+        sigmas=a.sigmas,
+        seed=a.seed,
+        size=a.size,
+        resolution=a.resolution,
+        canvas=a.canvas,
+        batch=a.batch,
+        edit_noise=a.edit_noise,
+        denoise=a.denoise,
+        prefix_cache=a.prefix_cache == "on",
+    )
+
+
+def opened_request(a: argparse.Namespace, opened: Callable[[Path], Any] | None = None) -> Request:
+    """What the arguments ask for, with their pictures as `opened` gives them: whole, unless something else is given."""
+    from ..inputs.images import open_image
+    from ..inputs.prompt import check_count
+
+    opened = opened or open_image
+    check_count(len(a.image))
+    return replace(
+        request_of(a),
+        references=tuple(opened(path) for path in a.image),
+        init_image=opened(a.init_image) if a.init_image else None,
+        mask=opened(a.mask) if a.mask else None,
+    )
+
+
+def inputs_of(a: argparse.Namespace) -> list[Path]:
+    """Files that the arguments name to be read, but for the model's own."""
+    return [*pictures_of(a), *(path for path, _ in a.lora)]
+
+
+def pictures_of(a: argparse.Namespace) -> list[Path]:
+    """Files of pictures that the arguments name."""
+    return [*a.image, *(path for path in (a.init_image, a.mask) if path)]
+
+
+def fp8_of(a: argparse.Namespace) -> Fp8 | None:
+    """FP8 storage as the flags --dtype and --keep ask for it."""
+    from ..ops.quantized import Fp8
+
+    if a.dtype == "fp8":
+        return Fp8(tuple(a.keep))
+    if a.keep:
+        raise UserError(f"--keep {a.keep[0]} says what fp8 leaves alone, but --dtype is {a.dtype}; add --dtype fp8")
+    return None
+
+
+def budget_of(a: argparse.Namespace) -> int | None:
+    """Bytes that --kv-budget allows; None where it is not given."""
+    if a.kv_budget is None:
+        return None
+    if not 0 <= a.kv_budget < LARGEST_GIB:
+        raise UserError(f"--kv-budget is {a.kv_budget:g}, expected GiB from 0 up, such as 8")
+    return int(a.kv_budget * GIB)
+
+
+def _size(text: str) -> tuple[int, int]:
+    try:
+        width, height = (int(part) for part in text.lower().split("x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size, expected WIDTHxHEIGHT such as 1024x768") from None
+    return width, height
+
+
+def _lora(text: str) -> tuple[Path, float]:
+    """A file and its strength. The colon of a Windows drive is followed by no number, so it stays in the path."""
+    from ..lora.apply import LARGEST_STRENGTH
+
+    path, _, end = text.rpartition(":")
+    if not path:
+        return Path(text), 1.0
+    try:
+        strength = float(end)
+    except ValueError:
+        if path.lower().endswith(".safetensors"):
+            raise argparse.ArgumentTypeError(f"{end!r} is no strength, expected F:0.8 or a file alone") from None
+        return Path(text), 1.0
+    if not abs(strength) <= LARGEST_STRENGTH:
+        limits = f"-{LARGEST_STRENGTH:g} to {LARGEST_STRENGTH:g}"
+        raise argparse.ArgumentTypeError(f"{text!r} has strength {strength:g}, expected {limits}")
+    return Path(path), strength
+
+
+def _sigmas(text: str) -> tuple[float, ...]:
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of sigmas, expected such as 1,0.7,0.3,0") from None
+
+
+def _cfg_range(text: str) -> GuidanceRange:
+    from ..sampling.euler import GuidanceRange
+
+    try:
+        first, last, cfg = text.split(":")
+        return GuidanceRange(int(first), int(last), float(cfg))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no CFG range, expected A:B:CFG such as 1:10:4.0") from None

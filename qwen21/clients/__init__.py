@@ -1,0 +1,1 @@
+"""Clients of servers that paint: a running ComfyUI."""

@@ -1,0 +1,112 @@
+"""A workflow in ComfyUI's API format: which node and input a name means, and setting it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ...errors import UserError
+
+EXPORT = "open it in ComfyUI and choose File > Export (API)"
+
+
+class Workflow:
+    """Nodes by id; `set` changes them in place."""
+
+    def __init__(self, nodes: dict[str, dict[str, Any]]) -> None:
+        self.nodes = nodes
+
+    @classmethod
+    def read(cls, file: Path) -> Workflow:
+        try:
+            nodes = json.loads(file.read_text(encoding="utf-8-sig"))
+        except OSError as error:
+            raise UserError(f"{file}: cannot be read ({error.strerror}); give a workflow in API format") from error
+        except ValueError as error:
+            raise UserError(f"{file}: not JSON ({error}); give a workflow in API format") from error
+        if isinstance(nodes, dict) and isinstance(nodes.get("nodes"), list):
+            raise UserError(f"{file}: a workflow in the editor's format, expected the API format; {EXPORT}")
+        if not isinstance(nodes, dict) or not nodes:
+            raise UserError(f"{file}: no workflow in API format, expected an object of nodes by id; {EXPORT}")
+        for name, node in nodes.items():
+            if not isinstance(node, dict) or not isinstance(node.get("class_type"), str):
+                raise UserError(f"{file}: {name!r} is no node, expected an object with a class_type; {EXPORT}")
+            if not isinstance(node.setdefault("inputs", {}), dict):
+                raise UserError(f"{file}: the inputs of node {name!r} are no object; {EXPORT}")
+        return cls(nodes)
+
+    def label(self, node: str, class_type: str = "") -> str:
+        """How messages call a node; `class_type` serves for nodes that the server added."""
+        known = self.nodes.get(node, {"class_type": class_type})
+        title = _title(known)
+        shown = f' "{title}"' if title not in ("", known["class_type"]) else ""
+        return f"node {node}{shown}" + (f" ({known['class_type']})" if known["class_type"] else "")
+
+    def find(self, name: str) -> str | None:
+        """Id of the node that `name` means: an id, or else the only class or title of that name."""
+        if name in self.nodes:
+            return name
+        found = [node for node, content in self.nodes.items() if name in (content["class_type"], _title(content))]
+        if len(found) > 1:
+            listed = ", ".join(self.label(node) for node in found)
+            raise UserError(f"{name!r} means {len(found)} nodes ({listed}); give the id of one")
+        return found[0] if found else None
+
+    def setting(self, text: str) -> tuple[str, str, Any]:
+        """(node, input, value) of `NODE.INPUT=VALUE`; the value is JSON, or else a string."""
+        target, equals, value = text.partition("=")
+        if not equals:
+            raise UserError(f"--set {text!r}: expected NODE.INPUT=VALUE")
+        node, name = self._target(target, "--set", "NODE.INPUT=VALUE")
+        return node, name, _json_or_string(value)
+
+    def picture(self, text: str) -> tuple[str, str, Path]:
+        """(node, input, file) of `NODE.INPUT=FILE`; a node alone means its input `image`."""
+        target, equals, file = text.partition("=")
+        if not equals or not file:
+            raise UserError(f"--image {text!r}: expected NODE=FILE or NODE.INPUT=FILE")
+        if (node := self.find(target)) is not None:
+            return node, "image", Path(file)
+        return *self._target(target, "--image", "NODE=FILE or NODE.INPUT=FILE"), Path(file)
+
+    def set(self, node: str, name: str, value: Any) -> None:
+        old = self.nodes[node]["inputs"].get(name)
+        if _is_link(old) and old[0] in self.nodes and not _is_link(value):
+            source = self.label(old[0])
+            raise UserError(f"input {name!r} of {self.label(node)} is wired to {source}; set the value there")
+        self.nodes[node]["inputs"][name] = value
+
+    def _target(self, text: str, flag: str, form: str) -> tuple[str, str]:
+        """Node and input of `NODE.INPUT`. Titles and inputs may hold dots: the longest NODE that exists wins."""
+        cuts = [i for i, character in enumerate(text) if character == "." and 0 < i < len(text) - 1]
+        for cut in reversed(cuts):
+            if (node := self.find(text[:cut])) is not None:
+                return node, text[cut + 1 :]
+        if not cuts:
+            raise UserError(f"{flag} {text!r}: expected {form}")
+        self._unknown(flag, text[: cuts[-1]])
+
+    def _unknown(self, flag: str, name: str) -> NoReturn:
+        listed = ", ".join(self.label(node) for node in self.nodes)
+        raise UserError(f"{flag}: the workflow has no node {name!r}; it has {listed}")
+
+
+def _title(node: dict[str, Any]) -> str:
+    meta = node.get("_meta")
+    return str(meta.get("title") or "") if isinstance(meta, dict) else ""
+
+
+def _is_link(value: Any) -> bool:
+    """Whether an input's value is a wire: [id of the node, number of its output]."""
+    return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], int)
+
+
+def _json_or_string(text: str) -> Any:
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(constant)  # NaN and Infinity are no JSON
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except ValueError:
+        return text

@@ -1,0 +1,1 @@
+"""Sizes of the networks, and the JSON files that hold them."""

@@ -1,0 +1,160 @@
+"""What files say, checked before anything is built from it: numbers by declared type and range, shapes, counts."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import numpy as np
+
+from ..errors import UserError
+
+LARGEST = 2**20  # of any size in a config, several times the largest released one
+MOST_LAYERS = 4096
+MOST_VALUES = 1024  # in a list whose length the type leaves open
+
+
+@dataclass(frozen=True)
+class Within:
+    """Range of a number, ends included: `Annotated[float, Within(0, 1)]`. Without one, sizes are 1 to `LARGEST`."""
+
+    low: float
+    high: float
+
+
+def short(value: Any) -> str:
+    """`repr` on one line of at most 80 characters, whatever a file holds."""
+    cut = reprlib.Repr()
+    cut.maxlevel, cut.maxlist, cut.maxdict, cut.maxstring, cut.maxlong, cut.maxother = 3, 8, 4, 76, 40, 76
+    text = cut.repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def printable(name: str) -> str:
+    """A name as it is, or shortened and quoted where it is long or would break the line."""
+    return name if len(name) <= 80 and name.isprintable() else short(name)
+
+
+# --- numbers of JSON files -----------------------------------------------------------------------------------------
+
+
+def pick(cls: type, config: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+    """The entries of a JSON config that a dataclass knows, by `keys` (field to JSON key); absent ones are left out.
+
+    `UserError` where a value is not of the field's type and range, or a list not of its length.
+    """
+    hints = get_type_hints(cls, include_extras=True)
+    return {name: _checked(key, config[key], hints[name]) for name, key in keys.items() if key in config}
+
+
+def table(config: Mapping[str, Any], key: str, *, null: bool = False) -> Mapping[str, Any]:
+    """The object under `key`, empty if absent (or null, where that is usual)."""
+    value = config.get(key, {})
+    if value is None and null:
+        return {}
+    if not isinstance(value, Mapping):
+        raise UserError(f"{key} is {short(value)}, expected a JSON object; download the file again")
+    return value
+
+
+def flag(key: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise UserError(f"{key} is {short(value)}, expected true or false; download the file again")
+    return value
+
+
+def flags(key: str, value: Any) -> tuple[bool, ...]:
+    if not isinstance(value, (list, tuple)) or len(value) > MOST_VALUES or not all(isinstance(v, bool) for v in value):
+        raise UserError(f"{key} is {short(value)}, expected a list of true and false; download the file again")
+    return tuple(value)
+
+
+def _checked(key: str, value: Any, hint: Any) -> Any:
+    is_list = get_origin(hint) is tuple
+    kinds = get_args(hint) if is_list else (hint,)
+    kind, limits = _kind(kinds[0])
+    length = "" if not is_list else "a list of " if kinds[-1] is Ellipsis else f"a list of {len(kinds)} "
+    if not is_list:
+        values = [value]
+    elif isinstance(value, (list, tuple)) and (len(value) <= MOST_VALUES if kinds[-1] is Ellipsis else True):
+        values = list(value) if kinds[-1] is Ellipsis or len(value) == len(kinds) else [None]
+    else:
+        values = [None]
+    if not all(_fits(v, kind, limits) for v in values):
+        name = "whole number" if kind is int else "number"
+        raise UserError(
+            f"{key} is {short(value)}, expected {length or 'a '}{name}{'s' if is_list else ''} from {limits.low:g} to "
+            f"{limits.high:g}; download the file again"
+        )
+    return tuple(kind(v) for v in values) if is_list else kind(value)
+
+
+def _kind(hint: Any) -> tuple[type, Within]:
+    """int or float, and its range."""
+    if get_origin(hint) is Annotated:
+        return get_args(hint)
+    return hint, Within(1, LARGEST) if hint is int else Within(-1e6, 1e6)
+
+
+def _fits(value: Any, kind: type, limits: Within) -> bool:
+    if type(value) not in (int, float) or not limits.low <= value <= limits.high:  # false for NaN as well
+        return False
+    return kind is float or value == int(value)
+
+
+def require_falling(values: Sequence[float], what: str) -> None:
+    """Sigmas must lie within 0 and 1 and strictly fall, as fp32 too."""
+    if not all(isinstance(v, Real) and not isinstance(v, bool) and 0 <= v <= 1 for v in values):
+        raise UserError(f"{what} must lie within 0 and 1; 1 is pure noise, 0 the finished picture")
+    rounded = np.array(values, dtype=np.float32)
+    if not (rounded[1:] < rounded[:-1]).all():
+        raise UserError(f"{what} must strictly fall, each smaller than the one before")
+
+
+def sample_sigmas(value: Any) -> tuple[float, ...]:
+    """Turbo's grid, as `sample_sigmas` of `model_index.json` gives it: strictly falling, without the final 0."""
+    if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= 1000:
+        count = f" ({len(value)} values)" if isinstance(value, (list, tuple)) else ""
+        raise UserError(f"sample_sigmas is {short(value)}{count}, expected a list of 1 to 1000 numbers")
+    require_falling(value, f"sample_sigmas {short(value)}")
+    if np.float32(value[-1]) == 0:
+        raise UserError(f"sample_sigmas {short(value)} must end above 0; the final 0 is added to it")
+    return tuple(float(v) for v in value)
+
+
+# --- shapes of checkpoints -----------------------------------------------------------------------------------------
+
+
+def shape_of(shapes: Mapping[str, tuple[int, ...]], name: str, rank: int) -> tuple[int, ...]:
+    """Shape of the tensor `name`; `UserError` if it is absent, empty or not of that rank."""
+    if name not in shapes:
+        raise UserError(f"tensor {name!r} is missing, so the model's size cannot be read; download it again")
+    shape = tuple(shapes[name])
+    if len(shape) != rank or not all(shape):
+        raise UserError(
+            f"tensor {name!r} has shape {list(shape)}, expected {rank} dimensions, none empty; download it again"
+        )
+    return shape
+
+
+def count_of(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
+    """Number of consecutive `prefix` + index + `.` groups, from 0. A gap is a damaged file."""
+    # Longer runs of digits are no index; int() refuses more than 4300 of them.
+    indices = (re.match(r"(0|[1-9][0-9]{0,17})\.", key[len(prefix) :]) for key in shapes if key.startswith(prefix))
+    found = {int(match[1]) for match in indices if match}
+    for i in range(len(found)):
+        if i not in found:
+            raise UserError(f"'{prefix}{i}' is missing between others that are there; is a shard missing?")
+    if len(found) > MOST_LAYERS:
+        raise UserError(f"there are {len(found)} of '{prefix}', expected at most {MOST_LAYERS}; is this another model?")
+    return len(found)
+
+
+def quotient(value: int, divisor: int, what: str, unit: str) -> int:
+    if value % divisor:
+        raise UserError(f"{what} {value} is not a multiple of {unit} {divisor}; is this another model?")
+    return value // divisor

@@ -1,0 +1,182 @@
+"""Pictures as 8-bit RGBA: read from files, written as PNG, turned into VAE pixels and back.
+
+Every user's picture becomes RGBA before anything else looks at it; the conversions to and from VAE pixels equal those
+of diffusers' `VaeImageProcessor` bit for bit.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
+
+from ..atomic_write import write_together
+from ..errors import UserError
+
+# What people's pictures come in. Not Pillow's whole list: EPS starts a program, others are unmaintained parsers.
+FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+READABLE = "a PNG, JPEG or WebP picture"
+
+
+def open_image(path: str | os.PathLike[str]) -> Image.Image:
+    """The picture in a file as an RGBA image, turned upright by its EXIF orientation; of an animation the first frame.
+
+    `UserError` if there is no such file, or it is not a picture, damaged, or larger than Pillow's bomb limit.
+    """
+    path = Path(path)
+    Image.init()  # or a format that this Pillow was built without would be a KeyError
+    try:
+        if path.is_dir():
+            raise UserError(f"{str(path)!r} is a folder, expected {READABLE}; name one file in it")
+        if path.exists() and not path.is_file():  # a pipe would wait for ever
+            raise UserError(f"{str(path)!r} is no regular file, expected {READABLE}")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # large is fine; above twice that it raises
+            with Image.open(path, formats=[name for name in FORMATS if name in Image.OPEN]) as image:
+                image.load()
+                return to_rgba(_upright(image))
+    except FileNotFoundError:
+        raise UserError(f"{str(path)!r} does not exist, expected {READABLE}; check the path") from None
+    except UnidentifiedImageError:
+        raise UserError(f"{str(path)!r} is not a picture that can be read, expected {READABLE}") from None
+    except Image.DecompressionBombError as error:
+        raise UserError(f"{str(path)!r} has too many pixels ({_one_line(error)}); make it smaller first") from None
+    except UserError as error:
+        shown = str(error)
+        raise UserError(shown if str(path) in shown else f"{str(path)!r}: {shown}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # decoders of damaged files raise nearly anything
+        raise UserError(
+            f"{str(path)!r} cannot be read ({_one_line(error)}); is the file complete and readable?"
+        ) from error
+
+
+def _one_line(error: Exception) -> str:
+    text = getattr(error, "strerror", None) or str(error) or type(error).__name__
+    return " ".join(text.split())[:200]
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # a broken EXIF block is no reason to refuse the picture
+        return image
+
+
+def to_rgba(image: Image.Image) -> Image.Image:
+    """Any Pillow image as 8-bit RGBA. 16-bit greys are scaled (Pillow's own conversion clips them to white)."""
+    if min(image.size) < 1:
+        raise UserError(f"the picture is {image.width}x{image.height} pixels, expected at least 1x1")
+    if image.mode.startswith("I"):
+        return _scale_16_bit(image)
+    if image.mode == "F":
+        raise UserError("the picture has floating-point pixels, expected 8 or 16 bits; save it as PNG first")
+    if image.mode in ("CMYK", "YCbCr", "LAB", "HSV"):
+        image = image.convert("RGB")
+    return image.convert("RGBA")
+
+
+def _scale_16_bit(image: Image.Image) -> Image.Image:
+    values = np.clip(np.asarray(image).astype(np.int64), 0, 65535)
+    grey = ((values + 128) // 257).astype(np.uint8)  # rounds value / 257
+    alpha = np.full_like(grey, 255)
+    if isinstance(image.info.get("transparency"), int):
+        alpha[values == image.info["transparency"]] = 0
+    return Image.fromarray(np.stack([grey, grey, grey, alpha], axis=-1))
+
+
+def from_pixels(pixels: np.ndarray | torch.Tensor) -> Image.Image:
+    """RGBA image of pixels [H, W, C], C = 1, 3 or 4, uint8 or floats in [0, 1] (rounded; without alpha opaque)."""
+    array = pixels.detach().cpu() if isinstance(pixels, torch.Tensor) else np.asarray(pixels)
+    if isinstance(array, torch.Tensor):
+        array = (array.float() if array.is_floating_point() else array).numpy()
+    if array.ndim != 3 or array.shape[-1] not in (1, 3, 4):
+        raise UserError(f"pixels have shape {list(array.shape)}, expected [height, width, 1, 3 or 4 channels]")
+    if array.dtype != np.uint8:
+        if not np.isfinite(array).all():
+            raise UserError("the picture holds values that are not finite, expected numbers in [0, 1]")
+        array = (np.clip(array, 0, 1) * 255).round().astype(np.uint8)
+    if array.shape[-1] == 1:
+        array = array.repeat(3, axis=-1)
+    return to_rgba(Image.fromarray(np.ascontiguousarray(array)))
+
+
+def to_pixels(image: Image.Image) -> torch.Tensor:
+    """Pixels [H, W, 4], floats in [0, 1], of an RGBA image: what `from_pixels` takes back."""
+    return torch.from_numpy(np.array(image).astype(np.float32) / 255.0)
+
+
+def with_mask(pixels: torch.Tensor, mask: torch.Tensor | None) -> Image.Image:
+    """RGBA image of pixels [H, W, C] in [0, 1] and a mask [h, w] of what is transparent (1), resized to the picture."""
+    image = from_pixels(pixels)
+    if mask is None:
+        return image
+    opacity = 1 - mask.detach().float().cpu()[None, None]
+    if opacity.shape[2:] != (image.height, image.width):
+        opacity = torch.nn.functional.interpolate(opacity, size=(image.height, image.width), mode="bilinear")
+    alpha = to_pixels(image)[..., 3] * opacity[0, 0].clamp(0, 1)
+    image.putalpha(Image.fromarray((alpha * 255).round().to(torch.uint8).numpy()))
+    return image
+
+
+def png_bytes(image: Image.Image | np.ndarray | torch.Tensor, text: Mapping[str, str] | None = None) -> bytes:
+    """An RGBA PNG file with text chunks. `image` is a Pillow image or what `from_pixels` takes."""
+    image = to_rgba(image) if isinstance(image, Image.Image) else from_pixels(image)
+    chunks = PngImagePlugin.PngInfo()
+    for key, value in (text or {}).items():
+        chunks.add_text(key, value.encode("utf-8", "replace").decode("utf-8"))
+    stream = io.BytesIO()
+    image.save(stream, format="PNG", pnginfo=chunks)
+    return stream.getvalue()
+
+
+def save_png(
+    image: Image.Image | np.ndarray | torch.Tensor, path: str | os.PathLike[str], text: Mapping[str, str] | None = None
+) -> None:
+    """Writes an RGBA PNG with text chunks: all of it, or nothing. `UserError` if the path cannot be written."""
+    write_together({Path(path): png_bytes(image, text)})
+
+
+def to_vae_pixels(image: Image.Image) -> torch.Tensor:
+    """VAE pixels [1, 4, H, W], float32 in [-1, 1], of an RGBA image."""
+    if image.mode != "RGBA":
+        raise UserError(f"the picture is {image.mode}, expected RGBA; convert it with to_rgba")
+    pixels = torch.from_numpy(np.array(image).astype(np.float32) / 255.0)
+    return 2.0 * pixels.permute(2, 0, 1)[None] - 1.0
+
+
+def from_vae_pixels(pixels: torch.Tensor) -> list[Image.Image]:
+    """RGBA images of VAE pixels [B, 4, H, W] in [-1, 1]; values outside are clamped."""
+    unit = (pixels * 0.5 + 0.5).clamp(0, 1)  # in the given dtype, as the released pipeline does
+    array = unit.detach().cpu().permute(0, 2, 3, 1).float().numpy()
+    return [Image.fromarray(one) for one in (array * 255).round().astype(np.uint8)]
+
+
+def fit(image: Image.Image, size: tuple[int, int]) -> Image.Image:
+    """An RGBA image resized to (width, height) by Lanczos, as references are."""
+    return to_rgba(image).resize(size, Image.Resampling.LANCZOS)
+
+
+def latent_mask(mask: Image.Image, grid: tuple[int, int]) -> torch.Tensor:
+    """Mask [1, 1, h, w] on a latent grid (h, w): 1 where the picture is white, 0 where it is black or transparent."""
+    rgba = to_rgba(mask)
+    values = np.asarray(rgba.convert("L"), dtype=np.float32) * np.asarray(rgba.getchannel("A"), dtype=np.float32)
+    tensor = torch.from_numpy(values / 255.0**2)[None, None]
+    return torch.nn.functional.interpolate(tensor, size=grid, mode="bilinear")
+
+
+def is_opaque(opacity: torch.Tensor) -> bool:
+    """Whether decoded alphas `opacity` [B, ...] in [0, 1] are those of opaque pictures.
+
+    A decoder gives an opaque picture no alpha of 1 everywhere: single pixels of 210 of 255 were seen, and one pixel in
+    1000 below 240. So no pixel may be below 192, and of each picture one in a hundred below 240.
+    """
+    faint = (opacity < 240 / 255).flatten(1).float().mean(dim=1)
+    return bool((opacity >= 192 / 255).all()) and bool((faint <= 0.01).all())

@@ -1,0 +1,284 @@
+"""LoRA files: read and checked into one adapter per linear layer, whatever style they are written in.
+
+An adapter adds `scale * up @ down` to a weight [out, in], where scale is alpha / rank, or 1 where the file gives no
+alpha. With a magnitude (DoRA, arXiv 2402.09353) every row of the sum is then scaled to that length.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.detect import identify, is_pdd, open_named, turbo_told
+from ..checkpoint.safetensors_file import Checkpoint, Reader, blaming, is_file, read_json
+from ..config.networks import DiTConfig
+from ..config.validate import flag, printable, short, table
+from ..errors import UserError
+from .names import KINDS, Entry, KeyMap, is_lora, layer_kind, map_keys, other_adapter
+
+METADATA = "lora_adapter_metadata"
+PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+EXPECTED = "expected a LoRA for Qwen-Image 2.1"
+KEPT = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that stay as they are in the file
+
+
+@dataclass(frozen=True, eq=False)
+class Adapter:
+    """One layer's patch: down [rank, in], up [out, rank], a scale, and for DoRA the length of each row [out]."""
+
+    down: Tensor
+    up: Tensor
+    scale: float
+    magnitude: Tensor | None = None
+
+    @property
+    def rank(self) -> int:
+        return self.down.shape[0]
+
+    def delta(self, device: torch.device | str = "cpu") -> Tensor:
+        """`scale * up @ down` [out, in] in fp32."""
+        return self.scale * (self.up.to(device, torch.float32) @ self.down.to(device, torch.float32))
+
+    def gain(self, whole: Tensor) -> Tensor:
+        """DoRA's factor of each row [out], fp32: its trained length over that of `whole`, weight plus delta."""
+        length = torch.linalg.vector_norm(whole, dim=1)
+        return torch.where(length > 0, self.magnitude.to(whole.device, torch.float32) / length, 1.0)
+
+    def moved(self, weight: Tensor, strength: float) -> Tensor:
+        """A weight [out, in] so far from its own numbers towards the DoRA's, in its dtype."""
+        plain = weight.float()
+        whole = plain + self.delta(weight.device)
+        whole *= self.gain(whole)[:, None]
+        return torch.lerp(plain, whole, strength).to(weight.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Lora:
+    """A LoRA file: adapters by layer, in the order of the model's layers, and what of it has no place there.
+
+    `digest` names the contents: equal for equal numbers, however the file names, fuses or stores them.
+    """
+
+    name: str
+    adapters: Mapping[str, Adapter]
+    unmatched: tuple[str, ...]
+    digest: str
+    turbo: str = ""  # what says that it makes a base model Turbo, if anything does
+
+    @property
+    def matched(self) -> dict[str, int]:
+        """Layers patched, by kind: attention, mlp, other."""
+        return _counts(self.adapters)
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """One line where only part of the file is used."""
+        return _partial_use(self.name, self.adapters, self.unmatched)
+
+
+@dataclass(frozen=True, eq=False)
+class LoraFile:
+    """A LoRA by its headers: what of it patches what. No tensor is read."""
+
+    checkpoint: Checkpoint
+    keys: KeyMap
+    scales: HeaderScales
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Those of the `Lora` that it holds."""
+        layers = [layer for entry in self.keys.entries for layer in entry.target.layers]
+        return _partial_use(self.name, layers, self.keys.unmatched)
+
+    @property
+    def name(self) -> str:
+        return self.checkpoint.path.name
+
+    @property
+    def turbo(self) -> str:
+        return turbo_told(self.checkpoint)
+
+
+def _counts(layers: Iterable[str]) -> dict[str, int]:
+    counts = Counter(layer_kind(layer) for layer in layers)
+    return {kind: counts[kind] for kind in KINDS}
+
+
+def _partial_use(name: str, layers: Iterable[str], unmatched: Sequence[str]) -> tuple[str, ...]:
+    if not unmatched:
+        return ()
+    matched = ", ".join(f"{count} {kind}" for kind, count in _counts(layers).items())
+    names = ", ".join(printable(name) for name in unmatched[:3])
+    more = ", ..." if len(unmatched) > 3 else ""
+    return (
+        f"LoRA {printable(name)}: only part of it is used; matched layers: {matched}; not matched: "
+        f"{len(unmatched)} ({names}{more})",
+    )
+
+
+def find_lora(path: Path | str, config: DiTConfig) -> LoraFile:
+    """Find a LoRA for a transformer of this size: a safetensors file, or PEFT's folder.
+
+    Raises `UserError` where the file is no LoRA, or is for another model. Layers it names that the transformer lacks
+    are kept as unmatched.
+    """
+    checkpoint = open_named(path)
+    with blaming(checkpoint.path):
+        _require_lora(checkpoint)
+        return LoraFile(checkpoint, map_keys(checkpoint.tensors, config), _header_scales(checkpoint))
+
+
+def read_lora(path: Path | str, config: DiTConfig) -> Lora:
+    """Read what `find_lora` finds. Raises `UserError` where it patches nothing, or holds values that are not finite."""
+    found = find_lora(path, config)
+    checkpoint, keys = found.checkpoint, found.keys
+    with blaming(checkpoint.path):
+        adapters: dict[str, Adapter] = {}
+        with checkpoint.reader() as reader:
+            for entry in keys.entries:
+                adapter = _read(reader, entry, found.scales)
+                parts = (adapter,) if len(entry.target.layers) == 1 else split(adapter)
+                adapters |= dict(zip(entry.target.layers, parts, strict=True))
+        if not any(bool(adapter.up.any()) for adapter in adapters.values()):
+            raise UserError("its every lora_B is zero, so it changes nothing; it was saved before any training")
+        if not any(adapter.scale for adapter in adapters.values()):
+            raise UserError("its every alpha is zero, so it changes nothing; get the file again")
+    return Lora(checkpoint.path.name, adapters, keys.unmatched, _digest(adapters), turbo_told(checkpoint))
+
+
+def split(fused: Adapter) -> tuple[Adapter, Adapter]:
+    """The adapters of gate_layer and proj from the one of `gate_up`: half the rows of up each, down shared."""
+    rows = fused.up.shape[0] // 2
+    magnitudes = (None, None) if fused.magnitude is None else fused.magnitude.split(rows)
+    gate, proj = (
+        replace(fused, up=up, magnitude=magnitude)
+        for up, magnitude in zip(fused.up.split(rows), magnitudes, strict=True)
+    )
+    return gate, proj
+
+
+def fuse(gate: Adapter, proj: Adapter) -> Adapter:
+    """The adapter of `gate_up` [2 * out, in] from those of gate_layer and proj.
+
+    Where the two share their down (as `split` leaves them) the rank stays; else ranks add up, and up is block-diagonal.
+    Unequal scales go into up, in fp32.
+    """
+    if (gate.magnitude is None) != (proj.magnitude is None):
+        raise UserError("one of gate_layer and proj has a DoRA scale and the other none, so they cannot be fused")
+    magnitude = None if gate.magnitude is None else torch.cat([gate.magnitude, proj.magnitude])
+    scale = gate.scale
+    if gate.scale != proj.scale:
+        gate, proj = (replace(part, up=part.up.float() * part.scale, scale=1.0) for part in (gate, proj))
+        scale = 1.0
+    if gate.down.shape == proj.down.shape and torch.equal(gate.down, proj.down):
+        return Adapter(gate.down, torch.cat([gate.up, proj.up]), scale, magnitude)
+    up = gate.up.new_zeros(len(gate.up) + len(proj.up), gate.rank + proj.rank)
+    up[: len(gate.up), : gate.rank] = gate.up
+    up[len(gate.up) :, gate.rank :] = proj.up
+    return Adapter(torch.cat([gate.down, proj.down]), up, scale, magnitude)
+
+
+def _require_lora(checkpoint: Checkpoint) -> None:
+    if is_pdd(checkpoint):
+        what = identify(checkpoint).title
+        raise UserError(f"this is {what}; take another LoRA for few steps, such as Turbo's, or the Turbo model")
+    if is_lora(checkpoint.tensors):
+        return
+    other = other_adapter(checkpoint.tensors)
+    if other:
+        raise UserError(f"this is {other}, a kind this pack does not read; {EXPECTED} with lora_A and lora_B")
+    raise UserError(f"this is {identify(checkpoint).title}; {EXPECTED}")
+
+
+def _read(reader: Reader, entry: Entry, scales: HeaderScales) -> Adapter:
+    down, up = _values(reader, entry.down), _values(reader, entry.up)
+    magnitude = None if entry.magnitude is None else _values(reader, entry.magnitude).flatten()
+    alpha = None if entry.alpha is None else float(_values(reader, entry.alpha))
+    return Adapter(down, up, scales.of(entry.target.name, len(down), alpha), magnitude)
+
+
+def _values(reader: Reader, key: str) -> Tensor:
+    """A tensor of its own memory: one that maps the file would crash the process if the file changed later."""
+    value = reader.read(key)
+    value = value.clone() if value.dtype in KEPT else value.float()
+    if not bool(torch.isfinite(value).all()):
+        raise UserError(f"{printable(key)} holds NaN or infinity; the training failed or the file is damaged")
+    return value
+
+
+def _digest(adapters: Mapping[str, Adapter]) -> str:
+    digest = hashlib.sha256()
+    for layer, adapter in adapters.items():
+        parts = [part for part in (adapter.down, adapter.up, adapter.magnitude) if part is not None]
+        shapes = [list(part.shape) for part in parts]
+        digest.update(json.dumps([layer, adapter.scale.hex(), shapes]).encode())
+        for part in parts:
+            digest.update(part.float().contiguous().numpy().data)
+    return digest.hexdigest()[:16]
+
+
+# --- alpha, where the header or PEFT's config has it -----------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class HeaderScales:
+    """PEFT's settings: `lora_alpha`, the exceptions of `alpha_pattern`, and `use_rslora` (alpha / sqrt(rank))."""
+
+    alpha: float | None = None
+    exceptions: Mapping[str, float] | None = None
+    rank_stabilised: bool = False
+
+    def of(self, layer: str, rank: int, alpha: float | None) -> float:
+        """The scale of a layer's adapter; an alpha that stands beside it in the file comes first."""
+        if alpha is not None:
+            return alpha / rank
+        found = (value for name, value in (self.exceptions or {}).items() if f".{layer}".endswith(f".{name}"))
+        alpha = next(found, self.alpha)
+        if alpha is None:
+            return 1.0
+        return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+
+
+def _header_scales(checkpoint: Checkpoint) -> HeaderScales:
+    text = checkpoint.metadata.get(METADATA)
+    if text is not None:
+        try:
+            settings = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"the header's {METADATA} is not JSON ({short(str(error))}); get the file again") from error
+        return _settings(settings, f"the header's {METADATA}")
+    file = checkpoint.files[0]
+    config = file.with_name(PEFT_CONFIG)
+    if file.name == PEFT_WEIGHTS and is_file(config):  # beside any other file it may be another one's
+        return _settings(read_json(config), PEFT_CONFIG)
+    return HeaderScales()
+
+
+def _settings(settings: Any, where: str) -> HeaderScales:
+    if not isinstance(settings, dict):
+        raise UserError(f"{where} is {short(settings)}, expected a JSON object; get the file again")
+    settings = {key.removeprefix("transformer."): value for key, value in settings.items()}
+    alpha = settings.get("lora_alpha")
+    exceptions = table(settings, "alpha_pattern", null=True)
+    numbers = {key.removeprefix("^"): _number(value, f"alpha_pattern of {where}") for key, value in exceptions.items()}
+    for name in numbers:
+        # A pattern may be a regular expression, which from a stranger's file could run for ever.
+        if not all(part.isidentifier() or part.isdecimal() for part in name.split(".")):
+            raise UserError(f"alpha_pattern of {where} has {short(name)}, expected the names of layers")
+    stabilised = settings.get("use_rslora") is not None and flag("use_rslora", settings["use_rslora"])
+    return HeaderScales(None if alpha is None else _number(alpha, f"lora_alpha of {where}"), numbers, stabilised)
+
+
+def _number(value: Any, what: str) -> float:
+    if type(value) not in (int, float) or not abs(value) <= 1e6:
+        raise UserError(f"{what} is {short(value)}, expected a number; get the file again")
+    return float(value)

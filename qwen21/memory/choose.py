@@ -1,0 +1,213 @@
+"""Where the prefix lies, by which codec, and in which tiles the VAE works: a pure function of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..config.networks import LATENT_PIXELS
+from ..models import dit, vae_tiling
+from ..prefix import Joined
+from .estimate import ALLOWANCE
+
+LESS = "choose a smaller resolution or size, fewer references or a smaller batch"
+MISFIT = "does not fit: "
+
+Tiles = Mapping[int | None, int]  # peak bytes by tile in latent cells, None for the whole picture, largest first
+
+
+@dataclass(frozen=True)
+class Needs:
+    """Bytes of a run's parts. weights: of encoder, dit and vae. reading: the text encoder's activations. prefix,
+    prefill and step by codec, the most faithful first; the last two are the transformer's activations beside weights
+    and prefix, `away_` with the prefix in RAM. encode is empty where no picture goes into the VAE. joined: what each
+    branch's prefix takes once more, laid out for all steps where there is room."""
+
+    weights: Mapping[str, int]
+    reading: int
+    prefix: Mapping[str, int]
+    prefill: Mapping[str, int]
+    step: Mapping[str, int]
+    away_prefill: Mapping[str, int]
+    away_step: Mapping[str, int]
+    decode: Tiles
+    encode: Tiles
+    joined: tuple[int, ...] = ()
+
+    def working(self, codec: str, away: bool) -> int:
+        """The transformer's activations, with what kernels and the allocator take on top."""
+        prefill, step = (self.away_prefill, self.away_step) if away else (self.prefill, self.step)
+        return int(max(prefill[codec], step[codec]) * ALLOWANCE)
+
+    def laid_out(self, codec: str, away: bool, free: int) -> int:
+        """Bytes of prefixes that are laid out for all steps, on a device with so many free ones."""
+        spare, taken = free - self.resident - (0 if away else self.prefix[codec]), 0
+        for nbytes in self.joined:
+            if Joined.fits(nbytes, self.working(codec, away), spare - taken):
+                taken += nbytes
+        return taken
+
+    @property
+    def resident(self) -> int:
+        """Weights while the transformer runs: a VAE that encoded stays until it decodes."""
+        return self.weights["dit"] + (self.weights["vae"] if self.encode else 0)
+
+    def transformer(self, codec: str, away: bool) -> int:
+        """Its stages on the device: weights, activations and, unless `away`, prefix."""
+        return self.resident + self.working(codec, away) + (0 if away else self.prefix[codec])
+
+
+@dataclass(frozen=True)
+class Misfit:
+    """Something that does not fit, as a clause, and what to do whatever the dtype; `narrower`: another may help too."""
+
+    fact: str
+    remedy: str
+    narrower: bool = False
+
+    def __str__(self) -> str:
+        return f"{MISFIT}{self.fact}; {self.remedy}{' or a narrower dtype' if self.narrower else ''}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What `auto` does. placement: where the prefix lies, gpu or cpu. tile_encode and tile_decode in latent cells,
+    None for whole. chunk: tokens of prefill at once. keep_loaded: whether all three networks fit together. misfits:
+    what does not fit, in the order of the stages' size; `reasons` says everything in words."""
+
+    placement: str
+    codec: str
+    tile_encode: int | None
+    tile_decode: int | None
+    chunk: int
+    keep_loaded: bool
+    misfits: tuple[Misfit, ...]
+    reasons: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool:
+        return not self.misfits
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes: `free` of the device that computes, `ram` available; `gpu` False where RAM is all there is."""
+
+    free: int
+    ram: int
+    gpu: bool = True
+
+    def away(self, placement: str) -> bool:
+        """Whether a prefix there is not where it is read."""
+        return self.gpu and placement == "cpu"
+
+    def shelf(self, needs: Needs) -> int:
+        """What a prefix may take of RAM: half of what is available beside weights that lie there too."""
+        return (self.ram if self.gpu else self.ram - needs.resident) // 2
+
+
+def choose(
+    needs: Needs, free: int, ram: int, *, gpu: bool = True, placement: str = "auto", codec: str = "auto"
+) -> Choice:
+    """Decide for a device with `free` bytes beside `ram` bytes of available RAM; `gpu` False: there is RAM alone.
+
+    The rule of `prefix.codecs.fitting_codec`: native on the device where prefix and activations fit beside the
+    transformer; else native in RAM where half of it holds the prefix; else the most faithful smaller codec on the
+    device, else in RAM. `placement` gpu or cpu, and the
+    name of a `codec`, leave only those. Where nothing fits, `reasons` say what to change.
+    """
+    room = Room(free if gpu else ram, ram, gpu)
+    names = [codec] if codec != "auto" else list(needs.prefix)
+    places = ["cpu"] if not gpu else [placement] if placement != "auto" else ["gpu", "cpu"]
+    options = [(place, name) for part in (names[:1], names[1:]) for place in places for name in part]
+    fitting = [option for option in options if _fits(needs, room, *option)]
+    kept = [(place, name) for place, name in options if place == "cpu" and needs.prefix[name] <= room.shelf(needs)]
+    place, name = (fitting or kept or options[-1:])[0]
+    found: list[str | Misfit] = [(_why if fitting else _too_large)(needs, room, place, name)]
+    found += _encoder(needs, room)
+    tiles: list[int | None] = []
+    for doing, peaks in (("encodes", needs.encode), ("decodes", needs.decode)):
+        tile, reason = _tile(peaks, room.free - needs.weights["vae"], doing)
+        tiles.append(tile)
+        found += reason
+    together = _together(needs, room, place, name, tiles)
+    keep = together <= room.free
+    verb = "fit" if keep else "do not fit"
+    found.append(f"networks: all three and the fullest stage {verb} together, {_of(together, room.free)}")
+    misfits = tuple(each for each in found if isinstance(each, Misfit))
+    return Choice(place, name, *tiles, dit.PREFILL_CHUNK, keep, misfits, tuple(map(str, found)))
+
+
+def _fits(needs: Needs, room: Room, place: str, codec: str) -> bool:
+    kept = place == "gpu" or needs.prefix[codec] <= room.shelf(needs)
+    return kept and needs.transformer(codec, room.away(place)) <= room.free
+
+
+def _why(needs: Needs, room: Room, place: str, codec: str) -> str:
+    kept = f"prefix: {codec} K/V {'on the GPU' if place == 'gpu' else 'in RAM'}, {size(needs.prefix[codec])}"
+    near = _of(needs.transformer(codec, False), room.free)
+    if not room.away(place):
+        return f"{kept}; with the transformer and its activations {near}"
+    return f"{kept}, at most half of {size(room.ram)}; on the GPU it would take {near}"
+
+
+def _too_large(needs: Needs, room: Room, place: str, codec: str) -> Misfit:
+    weights, stages = needs.weights["dit"], needs.transformer(codec, room.away(place))
+    if weights > room.free:
+        return Misfit(f"the transformer's weights take {_of(weights, room.free)}", *_smaller(weights, stages, room))
+    if stages > room.free:
+        return Misfit(f"the transformer's stages take {_of(stages, room.free)}", LESS)
+    half = f"half of the RAM beside it is {size(max(0, room.shelf(needs)))}"
+    return Misfit(f"the prefix takes {size(needs.prefix[codec])} as {codec}, {half}", LESS)
+
+
+def _encoder(needs: Needs, room: Room) -> list[Misfit]:
+    weights = needs.weights["encoder"]
+    whole = weights + int(needs.reading * ALLOWANCE)
+    if whole <= room.free:
+        return []
+    return [Misfit(f"the text encoder takes {_of(whole, room.free)}", *_smaller(weights, whole, room))]
+
+
+def _smaller(weights: int, whole: int, room: Room) -> tuple[str, bool]:
+    """What to do about weights that are most of `whole`, and that a narrower dtype may help."""
+    most = room.free - (whole - weights)
+    return (f"take a smaller file, of which at most {size(most)} are loaded," if most > 0 else f"{LESS},"), True
+
+
+def _tile(peaks: Tiles, free: int, doing: str) -> tuple[int | None, list[str | Misfit]]:
+    """The largest tile that fits, else the smallest, and why."""
+    tile, peak = None, 0
+    for tile, peak in peaks.items():
+        if peak * vae_tiling.WORKSPACE <= free:
+            how = "whole pictures" if tile is None else f"in exact tiles of {tile * LATENT_PIXELS} pixels"
+            return tile, [f"VAE: {doing} {how}"]
+    if not peaks:
+        return None, []
+    need = _of(int(peak * vae_tiling.WORKSPACE), max(0, free))
+    return tile, [Misfit(f"the VAE {doing} in its smallest tiles with {need}", LESS)]
+
+
+def _together(needs: Needs, room: Room, place: str, codec: str, tiles: Sequence[int | None]) -> int:
+    """All weights, the prefix and the largest activations at once."""
+    away = room.away(place)
+    vae = [peaks[tile] for peaks, tile in zip((needs.encode, needs.decode), tiles, strict=True) if peaks]
+    stages = [
+        needs.working(codec, away) + needs.laid_out(codec, away, room.free),
+        int(needs.reading * ALLOWANCE),
+        *(int(peak * vae_tiling.WORKSPACE) for peak in vae),
+    ]
+    return sum(needs.weights.values()) + (0 if away else needs.prefix[codec]) + max(stages)
+
+
+def _of(nbytes: int, free: int) -> str:
+    return f"{size(nbytes)} of {size(free)} free"
+
+
+def size(nbytes: int) -> str:
+    """Bytes for people, in three digits or a little more: 2.00 GiB, 51.2 MiB."""
+    for exponent, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
+        value = nbytes / 2**exponent
+        if value >= 1:
+            return f"{value:.{2 if value < 10 else 1}f} {name}"
+    return f"{nbytes} B"

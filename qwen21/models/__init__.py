@@ -1,0 +1,1 @@
+"""The networks: diffusion transformer, text encoder and VAE. They know no file and no command line."""

@@ -1,0 +1,278 @@
+"""The diffusion transformer: `prefill` for text and references at t = 0, `denoise` for the target at every step.
+
+No prefix state depends on sigma or on the target, so the two never run together. Parameter names are those of the
+released diffusers checkpoint.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..config.networks import DiTConfig
+from ..errors import UserError
+from ..ops import linear
+from ..ops.attention import AttentionFunction, prefixed_attention, sdpa, segment_attention
+from ..ops.pointwise import EAGER, Kernels
+from ..ops.rope import rotation
+from ..prefix import NATIVE, Codec, Joined, LayerReader, Prefix, Unit
+from ..sequence import Segment, TextSegment, prefix_layout
+from .dit_block import Block, Modulation
+
+TIME_FREQUENCIES = 128
+# Prefix tokens whose activations are alive at once. A reference of 1024 x 1024 pixels (4096 tokens) and its text are
+# one chunk, as large as the step of a picture of that size.
+PREFILL_CHUNK = 4608
+
+
+class ZeroCentredRMSNorm(nn.Module):
+    """RMS norm in fp32 whose stored weight is the scale minus one. The only raw parameter, so it is cast at use."""
+
+    def __init__(self, width: int, eps: float, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width, dtype=dtype, device=device))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.weight.to(x.device, torch.float32) + 1
+        return F.rms_norm(x.float(), scale.shape, scale, self.eps).to(x.dtype)
+
+
+class TextProjection(nn.Module):
+    def __init__(self, config: DiTConfig, operations: ModuleType, **kw) -> None:
+        super().__init__()
+        self.text_norm = ZeroCentredRMSNorm(config.text_width, config.eps, **kw)
+        self.in_layer = operations.Linear(config.text_width, config.width, bias=False, **kw)
+        self.out_layer = operations.Linear(config.width, config.width, bias=False, **kw)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.out_layer(F.gelu(self.in_layer(self.text_norm(states)), approximate="tanh"))
+
+
+class TimestepEmbedder(nn.Module):
+    def __init__(self, width: int, operations: ModuleType, **kw) -> None:
+        super().__init__()
+        self.linear_1 = operations.Linear(2 * TIME_FREQUENCIES, width, bias=False, **kw)
+        self.linear_2 = operations.Linear(width, width, bias=False, **kw)
+
+    def forward(self, sigma: Tensor, dtype: torch.dtype) -> Tensor:
+        """sigma [] -> embedding [1, width], or [n] -> [n, width].
+
+        The rounding of t to the compute dtype and back is the released pipeline's, operation by operation: one ulp of
+        sigma moves latents by 1e-4.
+        """
+        t = ((sigma.float() * 1000).to(dtype) / 1000).float()
+        steps = torch.arange(TIME_FREQUENCIES, dtype=torch.float32, device=sigma.device)
+        frequencies = torch.exp(-math.log(10000) * steps / TIME_FREQUENCIES)
+        angles = (1000.0 * t).view(-1, 1) * frequencies
+        waves = torch.cat([angles.cos(), angles.sin()], dim=-1).to(dtype)
+        return self.linear_2(F.silu(self.linear_1(waves)))
+
+
+class DiT(nn.Module):
+    """Qwen-Image 2.1's transformer. Computes in the dtype of its inputs.
+
+    `operations` is the namespace the layers come from (`Linear`, `RMSNorm`); `attend` the attention function; `kernels`
+    run what lies between the matrix products.
+    """
+
+    def __init__(
+        self,
+        config: DiTConfig = DiTConfig(),
+        *,
+        operations: ModuleType = linear,
+        attend: AttentionFunction = sdpa,
+        kernels: Kernels = EAGER,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        kw = {"dtype": dtype, "device": device}
+        self.config = config
+        self.attend = attend
+        self.kernels = kernels
+        self.img_in = operations.Linear(config.in_channels, config.width, bias=False, **kw)
+        self.txt_in = TextProjection(config, operations, **kw)
+        self.time_text_embed = nn.ModuleDict({"timestep_embedder": TimestepEmbedder(config.width, operations, **kw)})
+        self.modulation = nn.Sequential(nn.SiLU(), operations.Linear(config.width, 4 * config.width, bias=False, **kw))
+        self.transformer_blocks = nn.ModuleList([Block(config, operations, **kw) for _ in range(config.layers)])
+        self.norm_out = nn.ModuleDict({"linear": operations.Linear(config.width, config.width, bias=False, **kw)})
+        self.proj_out = operations.Linear(config.width, config.out_channels, bias=False, **kw)
+
+    def prefill(
+        self,
+        text: Tensor,
+        references: Sequence[Tensor] = (),
+        slots: Sequence[int] = (),
+        *,
+        head: Sequence[Unit] = (),
+        codec: Codec = NATIVE,
+        storage: torch.device | str | None = None,
+        attend: AttentionFunction | None = None,
+        check_cancel: Callable[[], None] = lambda: None,
+    ) -> Prefix:
+        """K and V of a prefix at t = 0, kept by `codec` on the device `storage` (default: where the text states are).
+
+        text [T, text_width] are the encoder's states, references [C, h, w] normalised latents, slots the number of
+        text tokens before each. Units of the layout run one after another, every layer of one before the next: none
+        depends on what follows it, and each reads those before it as they are kept. So units at the `head` that an
+        earlier prefill of the same states made are taken as they are, and the result is bit-equal either way. Raises
+        `UserError` where widths, channels or slots do not agree.
+        """
+        self.check_inputs(text, references)
+        layout = prefix_layout(text.shape[0], slots, [tuple(r.shape[-2:]) for r in references])
+        storage = text.device if storage is None else torch.device(storage)
+        prefix = Prefix(layout, head)
+        missing = layout.units[len(head) :]
+        if not missing:
+            return prefix
+        _, modulation = self.modulate(torch.zeros((), device=text.device), text.dtype)
+        for segments in missing:
+            started = _seconds(text.device)
+            x = torch.cat([self.embed(segment, text, references) for segment in segments], dim=1)  # [1, S, width]
+            unit = Unit(x.shape[1], codec)
+            before = prefix.reader(x.device, x.dtype)
+            self._prefill_unit(unit, before, segments, x, modulation, storage, attend or self.attend, check_cancel)
+            unit.settle()
+            unit.seconds = _seconds(text.device) - started
+            prefix.units.append(unit)
+        return prefix
+
+    def denoise(
+        self,
+        target: Tensor,
+        sigma: Tensor | float,
+        prefix: Prefix,
+        *,
+        joined: Joined | None = None,
+        attend: AttentionFunction | None = None,
+    ) -> Tensor:
+        """Velocity [B, C, h, w] of target [B, C, h, w] (normalised latents) at noise level sigma, given its prefix,
+        which may be `joined` for targets of this size."""
+        attend = attend or self.attend
+        grid = target.shape[-2:]
+        segment = prefix.layout.target(tuple(grid))
+        turn = self.rotation(segment, target.device)
+        sigma = torch.as_tensor(sigma, dtype=torch.float32, device=target.device)
+        embedding, modulation = self.modulate(sigma, target.dtype)
+        read = prefix.reader(target.device, target.dtype) if joined is None else None
+        x = self.img_in(target.flatten(2).transpose(1, 2))  # [B, N, width]
+        for layer, block in enumerate(self.transformer_blocks):
+            q, k, v = block.project(x, modulation, turn, self.kernels)
+            attended = prefixed_attention(q, k, v, read(layer) if read else (), joined and joined[layer], attend)
+            del q, k, v  # before the MLP's activations are there
+            x = block.finish(x, attended, modulation, self.kernels)
+            del attended
+        scale = 1 + self.norm_out["linear"](F.silu(embedding))[0]
+        velocity = self.proj_out(self.kernels.norm(x, scale, self.config.eps))
+        return velocity.transpose(1, 2).unflatten(2, grid)
+
+    def _prefill_unit(
+        self,
+        unit: Unit,
+        before: LayerReader,
+        segments: Sequence[Segment],
+        x: Tensor,
+        modulation: Modulation,
+        storage: torch.device,
+        attend: AttentionFunction,
+        check_cancel: Callable[[], None],
+    ) -> None:
+        """Every layer of one unit x [1, S, width]: linears chunk by chunk, attention by segments within a chunk."""
+        turn = torch.cat([self.rotation(segment, x.device) for segment in segments])
+        start, last = segments[0].offset, len(self.transformer_blocks) - 1
+        chunks = _even_spans(x.shape[1], PREFILL_CHUNK)
+        for layer, block in enumerate(self.transformer_blocks):
+            check_cancel()
+            projected = (block.project(x[:, chunk], modulation, turn[chunk], self.kernels) for chunk in chunks)
+            queries, *own = zip(*projected, strict=True)
+            earlier = zip(*before(layer), strict=True) if start else ((), ())
+            keys, values = (torch.cat([*b, *o], dim=2) for b, o in zip(earlier, own, strict=True))
+            del own
+            unit.append(_own(keys, start), _own(values, start), storage, last + 1)
+            if layer == last:  # nothing reads the last block's output: a prefix is its keys and values alone
+                return
+            for chunk, q in zip(chunks, queries, strict=True):
+                attended = [
+                    segment_attention(
+                        q[:, :, first - chunk.start - start : stop - chunk.start - start],
+                        keys[:, :, :seen],
+                        values[:, :, :seen],
+                        causal=causal,
+                        attend=attend,
+                    )
+                    for first, stop, seen, causal in _pieces(segments, chunk, start)
+                ]
+                x[:, chunk] = block.finish(x[:, chunk], torch.cat(attended, dim=2), modulation, self.kernels)
+            del queries, keys, values, earlier, q, attended  # before the next layer's are joined
+
+    def embed(self, segment: Segment, text: Tensor, references: Sequence[Tensor]) -> Tensor:
+        """A prefix segment's tokens [1, n, width]."""
+        if isinstance(segment, TextSegment):
+            return self.txt_in(text[None, segment.states])
+        return self.img_in(references[segment.index].to(text).flatten(1).T[None])
+
+    def rotation(self, segment: Segment, device: torch.device) -> Tensor:
+        """Of a segment's tokens [S, ...], in the kernels' form."""
+        return self.kernels.rotation(rotation(segment, self.config.rope_axes, self.config.rope_base, device))
+
+    def modulate(self, sigma: Tensor, dtype: torch.dtype) -> tuple[Tensor, Modulation]:
+        """Time embedding [1, width] and the shared modulation at sigma []."""
+        embedding = self.time_text_embed["timestep_embedder"](sigma, dtype)
+        scale1, gate1, scale2, gate2 = self.modulation(embedding)[0].chunk(4)
+        return embedding, Modulation(1 + scale1, gate1.tanh(), 1 + scale2, gate2.tanh())
+
+    @property
+    def multiplies_fp8(self) -> bool:
+        """Whether products of blocks take their input in FP8."""
+        parts = (part for block in self.transformer_blocks for part in (block.attn, block.img_mlp))
+        return any(part.takes_fp8 or part.product_out is not None for part in parts)
+
+    def check_inputs(self, text: Tensor, references: Sequence[Tensor]) -> None:
+        if text.ndim != 2 or text.shape[1] != self.config.text_width:
+            raise UserError(
+                f"the text states have shape {list(text.shape)}, this transformer reads [tokens, "
+                f"{self.config.text_width}]; use the encoder that belongs to it (Qwen3-VL-8B for the released model)"
+            )
+        for i, reference in enumerate(references, 1):
+            if reference.ndim != 3 or reference.shape[0] != self.config.in_channels:
+                raise UserError(
+                    f"reference {i} has latent shape {list(reference.shape)}, expected "
+                    f"[{self.config.in_channels}, height, width]; encode it with the Qwen-Image 2.1 VAE"
+                )
+
+
+def _even_spans(tokens: int, limit: int) -> list[slice]:
+    """Up to `limit` tokens each, as equal as they can be: their sizes follow from the length alone."""
+    count = -(-tokens // limit)
+    return [slice(tokens * i // count, tokens * (i + 1) // count) for i in range(count)]
+
+
+def _pieces(segments: Sequence[Segment], chunk: slice, offset: int) -> Iterator[tuple[int, int, int, bool]]:
+    """The parts of `segments` within a chunk: first and last token, the keys they see, and whether they are causal.
+
+    Tokens are counted in the sequence; the chunk is counted from `offset`.
+    """
+    for segment in segments:
+        first, stop = max(segment.offset, offset + chunk.start), min(segment.stop, offset + chunk.stop)
+        if first < stop:
+            causal = isinstance(segment, TextSegment)
+            yield first, stop, stop if causal else segment.stop, causal
+
+
+def _own(joined: Tensor, start: int) -> Tensor:
+    """The tokens from `start`, in storage of their own: a view would keep all that comes before them."""
+    return joined[:, :, start:].clone() if start else joined
+
+
+def _seconds(device: torch.device) -> float:
+    """The time when the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()

@@ -1,0 +1,341 @@
+"""The text encoder: transformers' own Qwen3-VL layers, run by loops of ours.
+
+The layers (attention, MLPs, mergers) are transformers'. The two outer loops are not, because transformers' versions of
+them read `.weight.dtype` and `.weight.device` of layers that a host may keep elsewhere, keep rope tables in buffers
+that a cast would round, take the temporal positions of a picture for packed sequences (4.57), and differ between 4.57
+and 5.x. So this module holds nothing but layers of the injected namespace: no buffers, no raw parameters.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..config.networks import LATENT_PIXELS, EncoderConfig
+from ..errors import UserError
+from ..inputs.prompt import (
+    TEMPORAL_PATCH,
+    VISION_MERGE,
+    Reference,
+    Tokenizer,
+    TokenLayout,
+    layout_tokens,
+    vision_patches,
+)
+from ..ops import linear as layers
+from .qwen3vl import inject, meta_skeleton, plain
+
+MAX_TOKENS = 262144  # positions that Qwen3-VL was made for; source: `max_position_embeddings` of the released config
+VISION_ROPE_BASE = 10000.0
+# In checkpoints, but unused: states are taken before the final norm.
+UNUSED_WEIGHTS = ("language_model.norm.weight", "lm_head.weight")
+
+
+@dataclass(frozen=True, eq=False)
+class VisionFeatures:
+    """What the vision tower makes of one reference: embeddings [n, width], and one addend [n, width] for each of the
+    first language layers; n vision tokens."""
+
+    embeds: Tensor
+    deepstack: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Head:
+    """A reference and the text that leads to it, as the language model left them: states [n, width], and each layer's
+    rotated keys and values [1, H, n, D]. Nothing in it depends on what follows, further references or the prompt."""
+
+    states: Tensor
+    layers: tuple[tuple[Tensor, Tensor], ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.states.nbytes + sum(part.nbytes for layer in self.layers for part in layer)
+
+    def to(self, device: torch.device | str) -> Head:
+        return Head(self.states.to(device), tuple((k.to(device), v.to(device)) for k, v in self.layers))
+
+
+@dataclass
+class _Cache:
+    """What transformers' attention layers call a cache: they hand over their keys and values, and attend to these."""
+
+    before: Sequence[Head] = ()
+    made: list[tuple[Tensor, Tensor]] | None = None  # keeps what is handed over, where a list is given
+
+    def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        if self.made is not None:
+            self.made.append((keys, values))
+        if not self.before:
+            return keys, values
+        sides = zip(*(head.layers[layer] for head in self.before), strict=True)
+        return tuple(torch.cat([*side, own], dim=2) for side, own in zip(sides, (keys, values), strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class TextStates:
+    """A prompt as the transformer reads it.
+
+    states: [T, width], last decoder layer before the final norm, without the system turn and the image_pad positions
+    (with `keep_image_pads`, with the latter). image_slots: for each reference the number of states before it.
+    layout: all input tokens. digests: names of the references' pixels. The last two tell what made the states.
+    """
+
+    states: Tensor
+    image_slots: tuple[int, ...]
+    layout: TokenLayout
+    digests: tuple[str, ...] = ()
+
+
+class TextEncoder(nn.Module):
+    """Qwen3-VL without its head. Tensor names as in `Qwen3VLModel`, `UNUSED_WEIGHTS` absent.
+
+    `dtype` is that of the weights, `compute_dtype` (default: the same, else float32) that of activations. Layers may
+    lie on any device, if those of `operations` move their weights to their input; inputs say where to compute.
+    """
+
+    def __init__(
+        self,
+        config: EncoderConfig = EncoderConfig(),
+        *,
+        operations: Any = layers,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ):
+        super().__init__()
+        _check_patches(config)
+        self.config = config
+        self.compute_dtype = compute_dtype or dtype or torch.float32
+        skeleton = meta_skeleton(config)
+        # Plain modules: a `PreTrainedModel` has properties that a host cannot set.
+        self.language_model = plain(skeleton.language_model, "embed_tokens", "layers")
+        self.visual = plain(skeleton.visual, "patch_embed", "pos_embed", "blocks", "merger", "deepstack_merger_list")
+        inject(self, operations, dtype=dtype, device=device)
+        self.eval()
+
+    def encode_vision(
+        self, patches: Tensor, grid: tuple[int, int, int], *, check_cancel: Callable[[], None] | None = None
+    ) -> VisionFeatures:
+        """Features of a picture, from `vision_patches`, or of several of one size. Computes where `patches` lie."""
+        visual, config = self.visual, self.config.vision
+        _, rows, columns = grid
+        row, column = (axis.to(patches.device) for axis in _patch_axes(rows, columns))
+        frames = patches.to(self.compute_dtype).view(-1, 3, config.temporal_patch, config.patch, config.patch)
+        hidden = visual.patch_embed.proj(frames).view(-1, config.width)  # [patches, width]
+        pictures = len(hidden) // (rows * columns)
+        hidden = hidden + self._position_embeds(row, column, rows, columns).repeat(pictures, 1)
+        rope = _vision_rope(row.repeat(pictures), column.repeat(pictures), config.width // config.heads)
+        # Read on the host: each picture is one segment.
+        lengths = torch.arange(pictures + 1, dtype=torch.int32) * (rows * columns)
+        deepstack = []
+        for i, block in enumerate(visual.blocks):
+            if check_cancel:
+                check_cancel()
+            hidden = block(hidden, cu_seqlens=lengths, position_embeddings=rope)
+            if i in config.deepstack:
+                deepstack.append(visual.deepstack_merger_list[config.deepstack.index(i)](hidden))
+        return VisionFeatures(visual.merger(hidden), tuple(deepstack))
+
+    def _position_embeds(self, row: Tensor, column: Tensor, rows: int, columns: int) -> Tensor:
+        """The learned square grid of position embeddings, stretched bilinearly to rows x columns: [patches, width]."""
+        side = int(self.config.vision.positions**0.5)
+        (top, bottom), row_weights = _two_taps(row, rows, side)
+        (left, right), column_weights = _two_taps(column, columns, side)
+        taps = torch.stack([top * side + left, top * side + right, bottom * side + left, bottom * side + right], dim=1)
+        weights = (row_weights[:, :, None] * column_weights[:, None, :]).flatten(1)  # [patches, 4]
+        return (self.visual.pos_embed(taps).float() * weights[:, :, None]).sum(1).to(self.compute_dtype)
+
+    def forward(
+        self,
+        layout: TokenLayout,
+        heads: Sequence[Head] = (),
+        *,
+        device: torch.device | str = "cpu",
+        check_cancel: Callable[[], None] | None = None,
+    ) -> Tensor:
+        """States [S, width] of all S tokens, before the final norm, computed on `device`.
+
+        `heads` are what `read_head` makes of each of the layout's references.
+        """
+        start = layout.images[-1].stop if layout.images else 0
+        rest = range(start, len(layout.ids))
+        states = self._read(layout, rest, None, _Cache(heads) if heads else None, device, check_cancel)
+        return torch.cat([*(head.states for head in heads), states])
+
+    def read_head(
+        self,
+        layout: TokenLayout,
+        before: Sequence[Head],
+        features: VisionFeatures,
+        *,
+        device: torch.device | str = "cpu",
+        check_cancel: Callable[[], None] | None = None,
+    ) -> Head:
+        """The next head of a layout, `before` being those of the references before it. Products round by the number of
+        their rows, so each reference is read by itself: it is bit-equal whatever references or prompt follow."""
+        start = layout.images[len(before) - 1].stop if before else 0
+        span, cache = range(start, layout.images[len(before)].stop), _Cache(before, [])
+        states = self._read(layout, span, features, cache, device, check_cancel)
+        return Head(states, tuple(cache.made))
+
+    def _read(
+        self,
+        layout: TokenLayout,
+        span: range,
+        picture: VisionFeatures | None,
+        cache: _Cache | None,
+        device: torch.device | str,
+        check_cancel: Callable[[], None] | None,
+    ) -> Tensor:
+        """States [n, width] of the n tokens of a span, behind the heads in the `cache`; a `picture` is its end."""
+        ids = torch.tensor([layout.ids[span.start : span.stop]], device=device)
+        hidden = self.language_model.embed_tokens(ids).to(self.compute_dtype)  # [1, n, width]
+        if picture is not None:
+            hidden[0, -len(picture.embeds) :] = picture.embeds.to(hidden)
+        text, positions = self.config.text, layout.positions()[:, span.start : span.stop]
+        rope = text_rope(positions.to(device), text.rope_base, text.head_dim, text.mrope_sections)
+        cos, sin = (part.to(hidden.dtype) for part in rope)
+        mask = None  # without one, transformers' sdpa is causal
+        if span.start:
+            mask = torch.ones(len(span), span.stop, dtype=torch.bool, device=device).tril(span.start)[None, None]
+        kept = {} if cache is None else {_cache_name(self.language_model.layers[0]): cache}
+        for i, layer in enumerate(self.language_model.layers):
+            if check_cancel:
+                check_cancel()
+            hidden = layer(hidden, position_embeddings=(cos, sin), attention_mask=mask, **kept)
+            if picture is not None and i < len(picture.deepstack):
+                hidden[0, -len(picture.embeds) :] += picture.deepstack[i].to(hidden)
+        return hidden[0]
+
+    @torch.no_grad()
+    def encode(
+        self,
+        tokenizer: Tokenizer,
+        prompt: str,
+        references: Sequence[Reference] = (),
+        *,
+        device: torch.device | str = "cpu",
+        keep_image_pads: bool = False,
+        features: MutableMapping[str, VisionFeatures] | None = None,
+        heads: MutableMapping[tuple[str, ...], Head] | None = None,
+        check_cancel: Callable[[], None] | None = None,
+    ) -> TextStates:
+        """Text states of a prompt behind its references, computed on `device`, in the compute dtype.
+
+        `features` and `heads` are read and filled, by a reference's digest and by the digests up to it: pass the same
+        dictionaries for the negative prompt, or the next one, and no picture is looked at twice, nor read again.
+        `UserError` if the prompt is too long or the tokenizer another model's.
+        """
+        sizes = [(1, reference.height, reference.width) for reference in references]
+        layout = layout_tokens(prompt, tokenizer, sizes)
+        self._check_tokens(layout)
+        digests = tuple(reference.digest for reference in references)
+        heads, features = {} if heads is None else heads, {} if features is None else features
+        before: list[Head] = []
+        for i, reference in enumerate(references, 1):
+            name = digests[:i]
+            if name not in heads:
+                seen = self._look(reference, features, device, check_cancel)
+                heads[name] = self.read_head(layout, before, seen, device=device, check_cancel=check_cancel)
+            before.append(heads[name].to(device))
+        states = self(layout, before, device=device, check_cancel=check_cancel)
+        if keep_image_pads:
+            slots = tuple(span.start - layout.drop for span in layout.images)
+            return TextStates(states[layout.drop :], slots, layout, digests)
+        kept = torch.tensor(layout.kept, device=states.device)
+        return TextStates(states[kept], layout.image_slots, layout, digests)
+
+    def _look(
+        self,
+        reference: Reference,
+        features: MutableMapping[str, VisionFeatures],
+        device: torch.device | str,
+        check_cancel: Callable[[], None] | None,
+    ) -> VisionFeatures:
+        """Features of a reference, looked at now where they are missing."""
+        if reference.digest not in features:
+            patches, grid = vision_patches(reference.over_white)
+            features[reference.digest] = self.encode_vision(patches.to(device), grid, check_cancel=check_cancel)
+        return features[reference.digest]
+
+    def _check_tokens(self, layout: TokenLayout) -> None:
+        if len(layout.ids) > MAX_TOKENS:
+            raise UserError(
+                f"the prompt and its references make {len(layout.ids)} tokens, the text encoder takes at most "
+                f"{MAX_TOKENS}; shorten the prompt"
+            )
+        if max(layout.ids) >= self.config.text.vocabulary:
+            raise UserError(
+                f"the tokenizer gives token {max(layout.ids)}, but the text encoder knows only "
+                f"{self.config.text.vocabulary}; they belong to different models"
+            )
+
+
+def _cache_name(layer: nn.Module) -> str:
+    """What a layer calls its cache: newer versions of transformers renamed it."""
+    return "cache" if "cache" in inspect.signature(layer.forward).parameters else "past_key_values"
+
+
+def _check_patches(config: EncoderConfig) -> None:
+    vision = config.vision
+    got = (vision.patch, vision.temporal_patch, vision.merge)
+    if got != (LATENT_PIXELS, TEMPORAL_PATCH, VISION_MERGE):
+        raise UserError(
+            f"the encoder's vision patch, frames and merge are {got}, expected "
+            f"{(LATENT_PIXELS, TEMPORAL_PATCH, VISION_MERGE)} (Qwen3-VL); is this another model?"
+        )
+
+
+# --- positions -----------------------------------------------------------------------------------------------------
+
+
+def _patch_axes(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Row and column of every patch, in the order of `vision_patches`."""
+    blocks = (rows // VISION_MERGE, VISION_MERGE, columns // VISION_MERGE, VISION_MERGE)
+    row = torch.arange(rows)[:, None].expand(rows, columns)
+    column = torch.arange(columns).expand(rows, columns)
+    return tuple(axis.reshape(blocks).transpose(1, 2).flatten() for axis in (row, column))
+
+
+def _two_taps(index: Tensor, length: int, side: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """Neighbours on an axis of `side` for positions on one of `length` (corners aligned), and their weights [n, 2]."""
+    at = index.float() * (side - 1) / max(length - 1, 1)
+    low = at.floor()
+    weight = at - low
+    low = low.long()
+    return (low, (low + 1).clamp(max=side - 1)), torch.stack([1 - weight, weight], dim=1)
+
+
+def _frequencies(base: float, dim: int, device: torch.device) -> Tensor:
+    # On the CPU, so that every device uses the same values.
+    return (1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))).to(device)
+
+
+def _vision_rope(row: Tensor, column: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [patches, head_dim], fp32: the first half of the angles turns with the row, the second with
+    the column."""
+    frequencies = _frequencies(VISION_ROPE_BASE, head_dim // 2, row.device)
+    angles = torch.cat([axis.float()[:, None] * frequencies for axis in (row, column)], dim=-1)
+    angles = torch.cat([angles, angles], dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def text_rope(positions: Tensor, base: float, head_dim: int, sections: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [1, S, head_dim], fp32, of M-RoPE positions [3, S].
+
+    Interleaved: frequency 3k turns with time, 3k + 1 with the row, 3k + 2 with the column, as far as the sections
+    reach; the rest turns with time.
+    """
+    frequencies = _frequencies(base, head_dim, positions.device)
+    axis = torch.zeros(len(frequencies), dtype=torch.int64, device=positions.device)
+    for i in (1, 2):
+        axis[i : 3 * sections[i] : 3] = i
+    angles = positions.float()[axis].T * frequencies  # [S, head_dim / 2]
+    angles = torch.cat([angles, angles], dim=-1)[None]
+    return angles.cos(), angles.sin()

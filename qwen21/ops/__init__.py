@@ -1,0 +1,1 @@
+"""Operations of the networks: attention, rotary embedding, linear layers, pointwise kernels, quantized weights."""

@@ -1,0 +1,141 @@
+"""Which attention kernel runs: the fastest exact one on this device, by a measurement, or the one that was named."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..choices import ATTENTIONS
+from ..errors import UserError, first_line
+from .attention import AttentionFunction, sdpa
+from .cpu_attention import CpuAttention
+
+TIMINGS = 5
+WARM_UPS = 2
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+COMPILED = "compiled"  # our own for a CPU
+ENOUGH = 512, 4096  # queries and keys to time on a CPU: all of an edit's would take minutes
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the calls that most of the time goes to: queries, keys, heads, head dimension."""
+
+    queries: int
+    keys: int
+    heads: int
+    head_dim: int
+
+
+def choose(
+    name: str, shape: Shape, dtype: torch.dtype, device: torch.device, *, may_compile: bool = False
+) -> tuple[str, AttentionFunction]:
+    """The attention of that name; for `auto` the fastest exact one there is. Returns its name as well.
+
+    `may_compile`: whether `auto` counts those that a compiler must make first. Masked and causal calls, of text alone,
+    always go to PyTorch's own choice: some kernels read masks wrong. Raises `UserError` for a kernel that does not run
+    here.
+    """
+    check(name, dtype, device)
+    if name == "sdpa":
+        return name, sdpa
+    if name != "auto":
+        try:
+            attend = _kernel(name)
+            _seconds(attend, shape, dtype, device, 1)
+        except RuntimeError as error:
+            reason = first_line(error)
+            raise UserError(f"attention {name} does not run here ({reason}); take auto or sdpa") from error
+        return name, _unmasked(attend)
+    if device.type == "cuda" and dtype != torch.float32:
+        others = tuple(KERNELS)
+    elif may_compile and _for_compiled(dtype, device):
+        others = (COMPILED,)
+    else:
+        return "sdpa", sdpa
+    kernels = {"sdpa": sdpa}
+    times = {"sdpa": _seconds(sdpa, shape, dtype, device)}
+    for other in others:
+        try:
+            kernels[other] = _kernel(other)
+            times[other] = _seconds(kernels[other], shape, dtype, device)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:  # not for this card, dtype or head; no compiler
+            continue
+    best = min(times, key=times.__getitem__)
+    return best, sdpa if best == "sdpa" else _unmasked(kernels[best])
+
+
+def check(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Raises `UserError` for a name that is none, or not for this dtype and device whatever is installed."""
+    if name not in ATTENTIONS:
+        raise UserError(f"attention is {name!r}, expected one of {', '.join(ATTENTIONS)}")
+    if name == COMPILED and not _for_compiled(dtype, device):
+        raise UserError(f"attention {COMPILED} is for fp32 on a CPU; take auto or sdpa")
+
+
+def _for_compiled(dtype: torch.dtype, device: torch.device) -> bool:
+    return device.type == "cpu" and dtype == torch.float32
+
+
+def _kernel(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    if name == "sage":
+        try:
+            from sageattention import sageattn
+        except ImportError as error:
+            raise UserError("attention sage needs the package sageattention; install it, or take auto") from error
+        return partial(sageattn, tensor_layout="HND", is_causal=False)
+    if name == COMPILED:
+        return CpuAttention()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(KERNELS[name]):
+            return F.scaled_dot_product_attention(q, k, v)
+
+    return attend
+
+
+def _unmasked(kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> AttentionFunction:
+    """That kernel for plain calls alone."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+        return sdpa(q, k, v, mask=mask, causal=causal) if causal or mask is not None else kernel(q, k, v)
+
+    return attend
+
+
+def _seconds(
+    kernel: Callable[[Tensor, Tensor, Tensor], Tensor],
+    shape: Shape,
+    dtype: torch.dtype,
+    device: torch.device,
+    timings: int = TIMINGS,
+) -> float:
+    """Median time of a call."""
+    kw = {"dtype": dtype, "device": device}
+    queries, keys = shape.queries, shape.keys
+    if device.type == "cpu":
+        queries, keys = map(min, (queries, keys), ENOUGH)
+    q = torch.zeros(1, shape.heads, queries, shape.head_dim, **kw)
+    k = torch.zeros(1, shape.heads, keys, shape.head_dim, **kw)
+    times = []
+    for _ in range(WARM_UPS + timings):
+        started = time.perf_counter()
+        kernel(q, k, k)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[WARM_UPS:])

@@ -1,0 +1,84 @@
+"""QK-norm and rotation in one pass by comfy-kitchen, a package that ComfyUI brings; nothing has to be compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ..config.networks import DiTConfig
+from .pointwise import EAGER, Kernels, needs_gradient
+
+TOLERANCE = 4  # steps of the dtype, at the largest value
+
+
+class KitchenKernels(Kernels):
+    """comfy-kitchen's kernel where `prepare` saw it compute what PyTorch's operations do, else those."""
+
+    def __init__(self) -> None:
+        # Its functions, not the module: transformers are copied, and a module cannot be.
+        self._rms_rope: Callable[..., Tensor] | None = None
+        self._rope: Callable[..., Tensor] | None = None
+        self._prepared = False
+
+    @property
+    def name(self) -> str:
+        return EAGER.name if self._rope is None else "comfy-kitchen"
+
+    @property
+    def ready(self) -> bool:
+        return self._prepared
+
+    def prepare(self, config: DiTConfig, dtype: torch.dtype, device: torch.device, *, fp8: bool = False) -> None:
+        """Look for the package, and compare one small rotation with PyTorch's."""
+        self._prepared = True
+        try:
+            import comfy_kitchen
+
+            self._rms_rope, self._rope = comfy_kitchen.rms_rope1, comfy_kitchen.apply_rope1
+            if not self._agrees(config, dtype, device):
+                self._rms_rope = self._rope = None
+        except torch.OutOfMemoryError:
+            raise
+        except Exception:  # of any kind: it is optional, and PyTorch's operations serve as well
+            self._rms_rope = self._rope = None
+
+    def _agrees(self, config: DiTConfig, dtype: torch.dtype, device: torch.device) -> bool:
+        generator = torch.Generator().manual_seed(0)
+        product, weight, angles = (
+            torch.randn(*shape, generator=generator).to(device)
+            for shape in ((1, 16, 3 * config.width), (config.head_dim,), (16, config.head_dim // 2))
+        )
+        x = product.to(dtype).chunk(3, dim=-1)[1].unflatten(-1, (config.heads, -1))  # strided, as q, k and v can be
+        norm = nn.RMSNorm(config.head_dim, eps=config.eps, dtype=dtype, device=device)
+        norm.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
+        turn = torch.polar(torch.ones_like(angles), angles)
+        wanted = EAGER.turned(x, norm, turn).float()
+        limit = TOLERANCE * torch.finfo(dtype).eps * wanted.abs().max()
+        return all(
+            bool(((self.turned(x, way, self.rotation(turn)).float() - wanted).abs() <= limit).all())
+            for way in (norm, norm.forward)
+        )
+
+    def rotation(self, turn: Tensor) -> Tensor:
+        """As matrices [S, D / 2, 2, 2]."""
+        if self._rope is None:
+            return turn
+        cos, sin = turn.real, turn.imag
+        return torch.stack([cos, -sin, sin, cos], dim=-1).unflatten(-1, (2, 2))
+
+    def turned(self, x: Tensor, norm: Callable[[Tensor], Tensor], turn: Tensor) -> Tensor:
+        if self._rope is None:
+            return EAGER.turned(x, norm, turn)
+        if needs_gradient(x):
+            return EAGER.turned(x, norm, torch.complex(turn[:, :, 0, 0], turn[:, :, 1, 0]))
+        matrices = turn[None, :, None]  # [1, S, 1, D / 2, 2, 2]
+        if type(norm) is nn.RMSNorm:  # a host's own may keep its weight elsewhere
+            return self._rms_rope(x, matrices, norm.weight, norm.eps)
+        return self._rope(norm(x), matrices)
+
+
+def uncompiled(device: torch.device) -> Kernels:
+    """The fastest kernels without a compiler."""
+    return KitchenKernels() if device.type == "cuda" else EAGER

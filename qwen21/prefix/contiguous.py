@@ -1,0 +1,46 @@
+"""A prefix laid out once for all steps of a run: decoded, in one piece a layer, with room for a target behind it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..config.networks import DiTConfig
+from .kv import Prefix
+
+
+class Joined:
+    """Keys and values [1, H, prefix + tokens, D] of every layer. A step writes its own behind the prefix and attends to
+    the whole, and neither decodes nor copies the prefix again."""
+
+    def __init__(self, prefix: Prefix, tokens: int, layers: int, device: torch.device, dtype: torch.dtype) -> None:
+        read = prefix.reader(device, dtype)
+        self._layers: list[tuple[Tensor, Tensor]] = []
+        for layer in range(layers):
+            sides = zip(*read(layer), strict=True)
+            self._layers.append(tuple(_with_room(parts, tokens) for parts in sides))
+
+    def __getitem__(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._layers[layer]
+
+    @staticmethod
+    def fits(nbytes: int, working: int, spare: int) -> bool:
+        """Whether one is made beside `working` bytes of activations: the other half of what is spare is for the other
+        branch, and for decoding."""
+        return nbytes + working <= spare // 2
+
+    @staticmethod
+    def nbytes(config: DiTConfig, prefix: int, tokens: int, dtype: torch.dtype) -> int:
+        """Bytes for a prefix and a target of so many tokens."""
+        return 2 * config.layers * (prefix + tokens) * config.width * dtype.itemsize
+
+
+def _with_room(parts: tuple[Tensor, ...], tokens: int) -> Tensor:
+    heads, head_dim = parts[0].shape[1], parts[0].shape[3]
+    length = sum(part.shape[2] for part in parts)
+    whole = parts[0].new_empty(1, heads, length + tokens, head_dim)
+    at = 0
+    for part in parts:
+        whole[:, :, at : at + part.shape[2]] = part
+        at += part.shape[2]
+    return whole

@@ -1,0 +1,1 @@
+"""Schedules, the sampling loop, and a step recorded as a CUDA graph."""

@@ -1,0 +1,162 @@
+"""Sigma grids: the base schedule shifted by size, Turbo's fixed one, a grid given by hand, and parts of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..config.networks import ScheduleConfig
+from ..config.validate import require_falling, short
+from ..errors import UserError
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Sigmas [steps + 1] as fp32, falling; `kind` is base, turbo or custom; `warnings` say what was not as asked."""
+
+    sigmas: Tensor
+    kind: str
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        return len(self.sigmas) - 1
+
+
+def base_sigmas(steps: int, tokens: int, config: ScheduleConfig = ScheduleConfig()) -> Tensor:
+    """Sigmas [steps + 1] for a target of `tokens` latent tokens, bit-equal to diffusers' scheduler.
+
+    Exponential time shift by size, then stretched so that the last sigma before 0 is the terminal one. The order of
+    float32 operations matters. One step is [1, 0], where diffusers divides by zero.
+    """
+    if steps < 1:
+        raise UserError(f"steps is {steps}, expected at least 1; the base model is made for {config.steps}")
+    if steps == 1:
+        return torch.tensor([1.0, 0.0])
+    s = np.linspace(1.0, 1 / steps, steps).astype(np.float32)
+    e = math.exp(min(shift(tokens, config), 80.0))  # far beyond any size; overflows at 710
+    s = e / (e + (1 / s - 1))
+    one_minus = 1 - s
+    with np.errstate(invalid="ignore", divide="ignore"):  # 0 / 0 where the shift is beyond fp32
+        s = 1 - one_minus / (one_minus[-1] / (1 - config.shift_terminal))
+    if not np.isfinite(s).all():
+        raise UserError(
+            f"the schedule's shift {shift(tokens, config):g} at {tokens} tokens is too large; take a smaller size, or "
+            "correct base_shift and max_shift in scheduler_config.json"
+        )
+    return torch.cat([torch.from_numpy(s.astype(np.float32)), torch.zeros(1)])
+
+
+def shift(tokens: int, config: ScheduleConfig = ScheduleConfig()) -> float:
+    """mu of the exponential time shift: linear in the number of target tokens."""
+    slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
+    return tokens * slope + (config.base_shift - slope * config.base_image_seq_len)
+
+
+def turbo_sigmas(config: ScheduleConfig = ScheduleConfig()) -> Tensor:
+    """Turbo's fixed sigmas and the final 0, the same at every size."""
+    return torch.tensor([*config.turbo_sigmas, 0.0], dtype=torch.float32)
+
+
+def custom_sigmas(values: Sequence[float]) -> Tensor:
+    """A grid given by hand: strictly falling within [0, 1], its end 0 or not."""
+    shown = short([float(f"{value:g}") if isinstance(value, float) else value for value in values])
+    if len(values) < 2:
+        raise UserError(f"got {len(values)} sigmas {shown}, expected at least two, such as 1,0.5,0")
+    require_falling(values, f"sigmas {shown}")
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def make_schedule(
+    kind: str,
+    tokens: int,
+    *,
+    steps: int | None = None,
+    denoise: float = 1.0,
+    config: ScheduleConfig = ScheduleConfig(),
+) -> Schedule:
+    """Schedule of `kind` base or turbo for a target of `tokens` latent tokens.
+
+    Below 1, `denoise` keeps the end of a longer grid, as ComfyUI's KSampler does: for base the last steps + 1 sigmas
+    of the grid of int(steps / denoise), for Turbo the last round(8 denoise) steps.
+    """
+    if not 0 < denoise <= 1:
+        raise UserError(f"denoise is {denoise:g}, expected above 0 and at most 1")
+    if kind == "base":
+        steps = config.steps if steps is None else steps
+        grid = base_sigmas(steps if denoise == 1 else max(int(steps / denoise), steps), tokens, config)
+        return Schedule(grid[-(steps + 1) :], kind)
+    if kind != "turbo":
+        raise UserError(f"schedule is {kind!r}, expected base or turbo")
+    if steps is not None and steps < 1:
+        raise UserError(f"steps is {steps}, expected at least 1; Turbo runs {len(config.turbo_sigmas)}")
+    full = len(config.turbo_sigmas)
+    kept = full if denoise == 1 else max(round(full * denoise), 1)
+    warnings = ()
+    if steps not in (None, full):
+        warnings = (f"Turbo has {full} fixed steps: {kept} run, not {steps}; give a grid of your own with sigmas",)
+    return Schedule(turbo_sigmas(config)[-(kept + 1) :], kind, warnings)
+
+
+def turbo_warnings(kind: str, steps: int, cfg: float, loras: Sequence[tuple[str, str]] = ()) -> list[str]:
+    """Lines where a run of `kind` base, turbo or custom does not fit what distils it to Turbo's steps.
+
+    `cfg` is the largest that guides, else 1; `loras` are the LoRAs in force that are Turbo's, by name and by what
+    tells it.
+    """
+    lines = [
+        f"LoRA {name} is for Turbo's steps, by {told}: schedule turbo at CFG 1 fits it, but {steps} steps of the base "
+        "schedule run"
+        for name, told in loras
+        if kind == "base"
+    ]
+    if kind == "turbo" and cfg != 1:
+        lines.append(
+            f"CFG {cfg:g} does not fit schedule turbo, whose steps have guidance trained into them: CFG 1 does"
+        )
+    return lines
+
+
+def is_run_of(grid: Tensor, sigmas: Tensor) -> bool:
+    """Whether `sigmas` are consecutive ones of a grid, such as the last few of it."""
+    n, given = len(sigmas), sigmas.cpu().float()
+    return any(torch.allclose(grid[i : i + n], given, atol=1e-6) for i in range(len(grid) - n + 1))
+
+
+def official_grid(
+    sigmas: Tensor, table: Tensor, tokens: int, *, turbo: bool = False, config: ScheduleConfig = ScheduleConfig()
+) -> tuple[Tensor, int] | None:
+    """The released grid in place of ComfyUI's `simple` one, and the number of steps it was cut from.
+
+    `sigmas` is what a sampler was given, `table` the model sampling's sigmas, rising. `simple` takes every
+    len(table) / steps-th of the table and never asks the model; whole grids and runs of their steps (partial denoise,
+    KSamplerAdvanced) are recognised, of several fits the one of fewest steps. None for any other grid, and for Turbo
+    at other than its own number of steps.
+    """
+    n = len(sigmas) - 1
+    given, table = sigmas.cpu().float(), table.cpu().float()
+    if n < 1 or not bool(torch.isin(given[:-1], table).all()):
+        return None
+    for steps in range(n, len(table) + 1):
+        indices = [-(1 + int(x * len(table) / steps)) for x in range(steps)]
+        grid = torch.cat([table[indices], torch.zeros(1)])
+        first = int((grid - given[0]).abs().argmin())
+        part = grid[first : first + n + 1].clone()
+        if len(part) == n + 1 and given[-1] == 0:
+            part[-1] = 0  # KSamplerAdvanced may end early and force the end to 0
+        if len(part) == n + 1 and torch.equal(part, given):
+            break
+    else:
+        return None
+    if turbo and steps != len(config.turbo_sigmas):
+        return None
+    whole = turbo_sigmas(config) if turbo else base_sigmas(steps, tokens, config)
+    result = whole[first : first + n + 1].clone()
+    if given[-1] == 0:
+        result[-1] = 0
+    return result.to(sigmas), steps

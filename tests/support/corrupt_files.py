@@ -1,0 +1,54 @@
+"""Files that are not what they should be, and what must come of them."""
+
+from __future__ import annotations
+
+import json
+import signal
+import struct
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from qwen21.checkpoint.safetensors_file import open_checkpoint
+from qwen21.errors import UserError
+
+
+def refused(path, words, opener=open_checkpoint):
+    with pytest.raises(UserError, match=words) as caught:
+        opener(path)
+    assert "\n" not in str(caught.value)
+
+
+def write_tensors(path, shapes, tail=0, gap=0):
+    """A file of zeros with these F32 tensors, `gap` bytes behind each and `tail` at the end."""
+    header, at = {}, 0
+    for name, shape in shapes.items():
+        nbytes = 4 * torch.Size(shape).numel()
+        header[name] = {"dtype": "F32", "shape": list(shape), "data_offsets": [at, at + nbytes]}
+        at += nbytes + gap
+    raw = json.dumps(header).encode()
+    with path.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(raw)) + raw)
+        stream.truncate(8 + len(raw) + at + tail)
+    return path
+
+
+def shapes_of(path):
+    return {name: info.shape for name, info in open_checkpoint(path).tensors.items()}
+
+
+@contextmanager
+def at_most(seconds):
+    """Fails, instead of hanging, where something waits for ever."""
+
+    def fail(*_):
+        raise TimeoutError(f"took more than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -1,0 +1,200 @@
+"""A CUDA device made of RAM: it computes real numbers, and refuses what a GPU would refuse.
+
+Tensors on it compute on the CPU, but say that they lie on `cuda:0`. An operation over tensors of both devices raises,
+and so does an allocation beyond the device's memory. There is one stream: everything runs at once. PyTorch's CPU build
+does not know the device; a few lines of C++ teach it. A CUDA graph is the list of operations that ran while it was
+recorded, each with the very tensors it read and wrote.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from .live_bytes import Counting
+
+CUDA = torch.device("cuda", 0)
+GUARD = """
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA>)
+"""
+aten = torch.ops.aten
+COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+# What may read tensors of both devices: copies, and indices.
+BETWEEN_DEVICES = {aten._to_copy.default, aten.copy_.default, aten.index.Tensor, aten.index_put_.default}
+ANSWERS = {aten._local_scalar_dense.default, aten.equal.default}
+
+# Runs in one, as fused kernels do: its parts would hold all scores.
+WHOLE = aten.scaled_dot_product_attention.default
+
+
+class OnGpu(torch.Tensor):
+    """A tensor on the device; `ram` is the one in RAM that it stands for."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, ram: torch.Tensor) -> OnGpu:
+        layout = (ram.shape, ram.stride(), ram.storage_offset())
+        with torch.inference_mode(ram.is_inference()):  # views of the other kind would have none
+            made = torch.Tensor._make_wrapper_subclass(cls, *layout, dtype=ram.dtype, device=CUDA)
+        made.ram = ram
+        return made
+
+    def __repr__(self) -> str:
+        return f"OnGpu({self.ram})"
+
+    def tolist(self) -> list:
+        return self.ram.tolist()
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        """Tells `Module.to` to replace a parameter, where it would change what one means in place."""
+        return ["ram"], None
+
+    @staticmethod
+    def __tensor_unflatten__(tensors: dict[str, torch.Tensor], *_) -> OnGpu:
+        return OnGpu(tensors["ram"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise AssertionError(f"{func} of a tensor on the GPU after the GPU is gone")
+
+
+@contextlib.contextmanager
+def ram_gpu(total: int = 2**40) -> Iterator[RamGpu]:
+    """The device, of `total` bytes."""
+    _teach_device()
+    gpu = RamGpu(total)
+
+    class Stream:
+        def __init__(self, device: torch.device | None = None) -> None: ...
+        def wait_stream(self, other: Stream) -> None: ...
+        def synchronize(self) -> None: ...
+
+    cudart = SimpleNamespace(cudaHostRegister=lambda *args: 0, cudaHostUnregister=lambda address: 0)
+    stand_ins = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "synchronize": lambda device=None: None,
+        "get_device_capability": lambda device=None: (9, 0),
+        "mem_get_info": lambda device=None: (total - gpu.now, total),
+        "memory_allocated": lambda device=None: gpu.now,
+        "memory_reserved": lambda device=None: gpu.now,
+        "empty_cache": lambda: None,
+        "Stream": Stream,
+        "stream": lambda stream: contextlib.nullcontext(),
+        "current_stream": Stream,
+        "cudart": lambda: cudart,
+        "CUDAGraph": RamGraph,
+        "graph": gpu.recorded,
+        "graph_pool_handle": lambda: (0, 1),
+    }
+    with contextlib.ExitStack() as patches:
+        for name, stand_in in stand_ins.items():
+            patches.enter_context(mock.patch.object(torch.cuda, name, stand_in))
+        patches.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
+        patches.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None))
+        torch._C._set_only_lift_cpu_tensors(True)  # new tensors are made in RAM and sent, not made there
+        patches.callback(torch._C._set_only_lift_cpu_tensors, False)
+        with gpu:
+            yield gpu
+
+
+class RamGpu(Counting):
+    """Where its operations run. `now` and `peak` are bytes that its tensors take."""
+
+    def __init__(self, total: int) -> None:
+        super().__init__()
+        self.total = total
+        self._recording: RamGraph | None = None
+
+    @contextlib.contextmanager
+    def recorded(self, graph: RamGraph, pool: object = None) -> Iterator[None]:
+        """What runs within becomes part of the graph; nothing may pass between the devices meanwhile."""
+        self._recording = graph
+        try:
+            yield
+        finally:
+            self._recording = None
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = dict(kwargs or {})
+        if func is not WHOLE and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), COMPOSITE.name):
+            with self:  # made of others, which arrive alone unless in inference mode
+                return func._op_dk(COMPOSITE, *args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        ours = {id(each.ram): each for each in tensors if isinstance(each, OnGpu)}
+        if ours and func not in BETWEEN_DEVICES:
+            _refuse_mixed(func, tensors)
+        there = isinstance(args[0], OnGpu) if func is aten.copy_.default else bool(ours)
+        if kwargs.get("device") is not None:
+            there = torch.device(kwargs["device"]).type == "cuda"
+            kwargs["device"] = "cpu" if there else kwargs["device"]
+        if self._recording is not None:
+            _refuse_waiting(func, there, len(ours), len(tensors))
+        args, kwargs = tree_map_only(OnGpu, lambda each: each.ram, (args, kwargs))
+        result = func(*args, **kwargs)
+        if not there:
+            return result
+        if self._recording is not None:
+            self._recording.operations.append((func, args, kwargs, result))
+        return tree_map_only(torch.Tensor, lambda ram: ours[id(ram)] if id(ram) in ours else self._placed(ram), result)
+
+    def _placed(self, ram: torch.Tensor) -> OnGpu:
+        self.count(ram)
+        if self.now > self.total:
+            raise torch.OutOfMemoryError(f"{self.now} bytes on a device of {self.total}")
+        return OnGpu(ram)
+
+
+class RamGraph:
+    """Operations, and the tensors in RAM that each read and gave."""
+
+    def __init__(self) -> None:
+        self.operations: list[tuple[Any, tuple, dict, Any]] = []
+        self.replays = 0
+
+    def replay(self) -> None:
+        """Each once more, into the same tensors."""
+        self.replays += 1
+        for func, args, kwargs, result in self.operations:
+            for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
+                if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+def _refuse_mixed(func, tensors: list[torch.Tensor]) -> None:
+    """Numbers, tensors without an axis, may come from RAM."""
+    strangers = [tuple(each.shape) for each in tensors if not isinstance(each, OnGpu) and each.ndim]
+    if strangers:
+        raise RuntimeError(f"{func}: all tensors must be on one device, but {strangers} are in RAM")
+
+
+def _refuse_waiting(func, there: bool, ours: int, tensors: int) -> None:
+    """What the host waits for: a copy from or to RAM, and an answer."""
+    passes = func in BETWEEN_DEVICES and (ours < tensors if there else ours)
+    if passes or (ours and func in ANSWERS):
+        raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
+
+
+@functools.cache
+def _teach_device() -> None:
+    """Have this process's PyTorch take `cuda` for a device."""
+    home = Path(torch.__file__).parent
+    with tempfile.TemporaryDirectory() as folder:
+        source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")
+        source.write_text(GUARD)
+        flags = ["-std=c++20", "-shared", "-fPIC", f"-I{home / 'include'}", f"-L{home / 'lib'}", "-lc10"]
+        subprocess.run(["g++", str(source), "-o", str(library), *flags], check=True)
+        ctypes.CDLL(str(library))

@@ -1,0 +1,268 @@
+"""The store alone: what is found, what goes first and why, and its numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from qwen21.prefix import Reuse, Store
+from qwen21.prefix import store as module
+from tests.support.fake_kv_blocks import AWAY, BYTES, CPU, MODEL, Placed, add, filled, heads
+
+OTHER = replace(MODEL, patches="")
+
+
+def kept(store, *chains, identity=MODEL):
+    return [store.holds(identity, heads(chain)) for chain in chains]
+
+
+def why(store, chain, identity=MODEL):
+    return store.why_missing(identity, heads(chain), [f"unit {i}" for i in range(len(chain))])
+
+
+# --- finding -------------------------------------------------------------------------------------------------------
+
+
+def test_the_longest_head_is_found_and_nothing_behind_a_gap():
+    store, units = filled("abc")
+    assert store.head(MODEL, heads("abcd")) == [units["a"], units["ab"], units["abc"]]
+    assert store.head(MODEL, heads("abx")) == [units["a"], units["ab"]]
+    assert store.head(MODEL, ["?", "ab"]) == store.head(MODEL, []) == []
+    assert len(store) == 3
+
+
+@pytest.mark.parametrize("field", ["weights", "dtype", "codec", "patches", "device"])
+def test_another_model_shares_nothing(field):
+    store, units = filled("ab")
+    other = replace(MODEL, **{field: "another"})
+    assert store.head(other, heads("ab")) == []
+    assert store.holds(other, heads("ab")) == 0
+    add(store, {}, "ab", other)
+    assert store.head(MODEL, heads("ab")) == [units["a"], units["ab"]]
+    assert store.head(other, heads("ab"))[0] is not units["a"]
+    assert len(store) == 4
+
+
+def test_holding_can_be_asked_of_one_device():
+    store, units = filled("abc")
+    units["ab"].at = AWAY
+    assert store.holds(MODEL, heads("abc")) == 3
+    assert store.holds(MODEL, heads("abc"), CPU) == 1
+    assert store.holds(MODEL, heads("abc"), AWAY) == 0
+    assert (store.nbytes(), store.nbytes(CPU), store.nbytes(AWAY)) == (30 * BYTES, 20 * BYTES, 10 * BYTES)
+
+
+def test_a_unit_that_is_there_is_kept():
+    """Two threads may compute the same prefix: the bytes count once, and who has found the first keeps finding it."""
+    store, units = filled("a")
+    store.add(MODEL, ["a"], [Placed(10)])
+    assert store.head(MODEL, ["a"]) == [units["a"]]
+    assert store.nbytes() == 10 * BYTES
+
+
+def test_a_chain_is_served_only_as_it_was_made():
+    """Two threads prefill two prompts over one reference, each from states of its own: what one made behind its head
+    must not be found behind the other's, else a full hit is not what any prefill gave."""
+    store, mine, yours = Store(10**6), {}, {}
+    add(store, mine, "ab")
+    add(store, yours, "ac")
+    found = store.head(MODEL, heads("ac"))
+    assert found in ([yours["a"], yours["ac"]], [mine["a"]])
+
+
+def test_a_chain_and_its_keys_are_equally_long():
+    with pytest.raises(ValueError):
+        Store(100).add(MODEL, ["a", "b"], [Placed(1)])
+
+
+# --- what goes first -----------------------------------------------------------------------------------------------
+
+
+def test_the_tail_goes_before_the_head():
+    store, _ = filled("abc", budget=20 * BYTES)
+    assert kept(store, "abc") == [2]
+    store, _ = filled("abc", budget=30 * BYTES - 1)
+    assert kept(store, "abc") == [2]
+    store, _ = filled("abc", budget=30 * BYTES)
+    assert kept(store, "abc") == [3]
+
+
+def test_the_least_recently_used_chain_goes_first():
+    store, units = filled("ab", "cd", "ef", budget=60 * BYTES)
+    store.head(MODEL, heads("ab"))
+    add(store, units, "gh")
+    assert kept(store, "ab", "cd", "ef", "gh") == [2, 0, 2, 2]
+    add(store, units, "ef")  # adding what is there is a use
+    add(store, units, "i")
+    assert kept(store, "ab", "ef", "gh", "i") == [1, 2, 2, 1]
+
+
+def test_asking_is_no_use():
+    store, units = filled("a", "b", budget=20 * BYTES)
+    assert kept(store, "a") == [1] and why(store, "ax")
+    add(store, units, "c")
+    assert kept(store, "a", "b", "c") == [0, 1, 1]
+
+
+def test_a_found_head_is_a_use_of_what_was_found():
+    store, units = filled("ab", "cd", budget=40 * BYTES)
+    assert len(store.head(MODEL, heads("ax"))) == 1
+    add(store, units, "e")
+    assert kept(store, "ab", "cd", "e") == [1, 2, 1]  # b had not been used since
+
+
+def test_a_shared_head_outlives_its_tails():
+    store, units = filled("ab", "ac", "ad", budget=40 * BYTES)
+    for i, chain in enumerate(["ae", "af", "ag"], 1):
+        add(store, units, chain)
+        assert kept(store, chain) == [2]
+        assert len(store) == 4
+        assert kept(store, *["ab", "ac", "ad"][:i]) == [1] * i
+
+
+def test_nothing_is_kept_that_cannot_be_found():
+    """Giving up a unit gives up all behind it, wherever they lie."""
+    store, units = filled("abcd", "axy")
+    units["abcd"].at = units["ab"].at = units["ax"].at = AWAY
+    assert store.release(1, AWAY, "test") == 10 * BYTES  # d, the oldest
+    assert kept(store, "abcd", "axy") == [3, 3]
+    assert store.release(1, AWAY, "test") == 10 * BYTES  # b, and c on the CPU with it
+    assert kept(store, "abcd", "axy") == [1, 3]
+    assert len(store) == 3
+    assert store.release(10**6, CPU, "test") == 20 * BYTES  # y, then a, and x with it
+    assert (len(store), store.nbytes()) == (0, 0)
+
+
+def test_orphans_count_only_where_room_is_needed():
+    store, units = filled("abc")
+    units["a"].at = AWAY
+    assert store.release(1, AWAY, "test") == 10 * BYTES
+    assert (len(store), store.nbytes()) == (0, 0)
+    assert store.statistics.evicted == 3
+
+
+def test_a_chain_beyond_the_budget_leaves_its_head():
+    store, units = filled("xy", budget=25 * BYTES)
+    add(store, units, "abcd")
+    assert kept(store, "xy", "abcd") == [0, 2]
+    assert units["abcd"].nbytes == 10 * BYTES  # who holds it still has it
+
+
+def test_no_budget_keeps_nothing():
+    store, _ = filled("abc", budget=0)
+    assert (len(store), store.nbytes(), store.head(MODEL, heads("abc"))) == (0, 0, [])
+
+
+def test_a_lowered_budget_holds_from_the_next_chain_on():
+    store, units = filled("ab", "cd")
+    store.budget = 20 * BYTES
+    add(store, units, "cd")
+    assert kept(store, "ab", "cd") == [0, 2]
+
+
+def test_models_share_one_budget():
+    store, units = filled("ab", budget=30 * BYTES)
+    add(store, {}, "ab", OTHER)
+    assert kept(store, "ab") + kept(store, "ab", identity=OTHER) == [1, 2]
+
+
+# --- giving room ---------------------------------------------------------------------------------------------------
+
+
+def test_release_drops_the_oldest_of_a_device_until_enough():
+    store, units = filled("a", "b", "c", "d")
+    units["b"].at = CPU
+    for name in "acd":
+        units[name].at = AWAY
+    assert store.release(0, AWAY, "test") == 0
+    assert store.release(10 * BYTES + 1, AWAY, "test") == 20 * BYTES
+    assert kept(store, *"abcd") == [0, 1, 0, 1]
+    assert store.release(10**6, AWAY, "test") == 10 * BYTES
+    assert store.release(10**6, None, "test") == 10 * BYTES
+
+
+def test_release_moves_the_oldest_of_a_device_until_enough():
+    store, units = filled("a", "b", "c", "d")
+    for name in "acd":
+        units[name].at = AWAY
+    assert store.release(10 * BYTES + 1, AWAY, "test", to=CPU) == 20 * BYTES
+    assert [units[name].moves for name in "abcd"] == [[CPU], [], [CPU], []]
+    assert kept(store, *"abcd") == [1] * 4
+    assert store.statistics.evicted == 0
+    assert (store.nbytes(CPU), store.nbytes(AWAY)) == (30 * BYTES, 10 * BYTES)
+
+
+def test_release_moves_at_most_what_fits():
+    store, units = filled("a", "b")
+    store.add(MODEL, ["big"], [big := Placed(100, AWAY)])
+    store.add(MODEL, ["small"], [small := Placed(5, AWAY)])
+    for name in "ab":
+        units[name].at = AWAY
+    assert store.release(10**6, AWAY, "test", to=CPU, most=0) == 0
+    assert store.release(10**6, AWAY, "test", to=CPU, most=25 * BYTES) == 25 * BYTES
+    assert [unit.at for unit in (units["a"], units["b"], big, small)] == [CPU, CPU, AWAY, CPU]
+    assert store.release(10**6, AWAY, "test", to=CPU, most=100 * BYTES) == 100 * BYTES
+
+
+@pytest.mark.parametrize("to", [CPU, None])
+def test_release_spares_what_is_about_to_be_used(to):
+    store, units = filled("ab", "cd", "ef")
+    for unit in units.values():
+        unit.at = AWAY
+    head = [units["ab"], units["a"]]
+    assert store.release(10**6, AWAY, "test", to=to, sparing=head) == 40 * BYTES
+    assert [unit.at for unit in head] == [AWAY] * 2 and kept(store, "ab") == [2]
+    assert store.nbytes(AWAY) == 20 * BYTES
+
+
+def test_clear_leaves_nothing():
+    store, _ = filled("abc", "ad")
+    store.clear("the user said so")
+    assert (len(store), store.nbytes()) == (0, 0)
+    assert why(store, "ad") == "unit 0 was stored, but the user said so"
+    assert store._parents == {}
+
+
+# --- why and how much ----------------------------------------------------------------------------------------------
+
+
+def test_reasons():
+    assert why(Store(100), "ab") == "nothing stored yet for this loaded model"
+    store, units = filled("abc", budget=60 * BYTES)
+    assert why(store, "abc") == why(store, "ab") == ""
+    assert why(store, "abx") == "unit 2 is new"
+    assert why(store, "axy") == "new from unit 1 on"
+    assert why(store, "abc", OTHER) == "other LoRAs or strengths"
+    two = replace(MODEL, weights="2", codec="int8")
+    assert why(store, "abc", two) == "another checkpoint, another K/V codec"
+    assert why(store, "abc", replace(MODEL, dtype="2", device="2")) == "another dtype, another device"
+    add(store, {}, "xyz", OTHER)
+    assert why(store, "abc") == ""
+    assert why(store, "abx") == "unit 2 is new"  # of a model whose units are there, though not the latest
+    assert why(store, "abc", replace(OTHER, codec="int8")) == "another K/V codec"  # than the latest
+    add(store, units, "d")
+    assert why(store, "abc") == "unit 2 was stored, but the store's budget was full"
+    store.release(10**6, None, "a game wanted the card")
+    assert why(store, "ab") == "unit 0 was stored, but a game wanted the card"
+    add(store, units, "ab")
+    assert why(store, "ab") == ""
+
+
+def test_reasons_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(module, "REMEMBERED", 3)
+    store, _ = filled("a", "b", "c", "d", "e", budget=0)
+    assert why(store, "b") == "unit 0 is new"  # forgotten
+    assert why(store, "c") == "unit 0 was stored, but the store's budget was full"
+    assert len(store._gone) == 3
+
+
+def test_statistics():
+    store, _ = filled("abc", budget=20 * BYTES)
+    store.count(Reuse("hit", 30, 30, saved=1.5))
+    store.count(Reuse("partial", 20, 50, saved=0.5, spent=9.0))
+    store.count(Reuse("miss", 0, 40, spent=9.0))
+    store.count(Reuse("miss", 0, 1))
+    got = store.statistics
+    assert (got.hits, got.partial, got.misses, got.evicted) == (1, 1, 2, 1)
+    assert (got.tokens_reused, got.tokens_computed, got.seconds_saved) == (50, 71, 2.0)

@@ -1,0 +1,347 @@
+"""Carrying K and V: the buffer in RAM and its pages, layers read one after another, units moved, and attention."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+
+from qwen21.ops.attention import prefixed_attention
+from qwen21.prefix import CODECS, Codec, LayerReader, Unit, transfer
+from qwen21.prefix.transfer import ALIGNMENT, HostBuffer, same_device
+from tests.support.fake_cuda import CUDA, FakeCuda, away, here
+
+CPU = torch.device("cpu")
+H, D = 2, 16
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    return FakeCuda(monkeypatch)
+
+
+def normal(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def raw(tensor):
+    return here(tensor).contiguous().view(torch.uint8)
+
+
+def unit_of(codec="native", tokens=9):
+    """A unit of three random layers, and what they decode to."""
+    codec, unit = CODECS[codec], Unit(tokens, CODECS[codec])
+    for layer in range(3):
+        unit.append(normal(1, H, tokens, D, seed=2 * layer), normal(1, H, tokens, D, seed=2 * layer + 1), CPU, 3)
+    return unit, decoded(unit)
+
+
+def sent(unit):
+    """The same unit on the device."""
+    unit.layers = [tuple(tuple(away(part) for part in parts) for parts in layer) for layer in unit.layers]
+    return unit
+
+
+def parts_of(unit):
+    return [part for layer in unit.layers for parts in layer for part in parts]
+
+
+def room(unit):
+    """Bytes of its parts, each from an aligned address."""
+    return sum(HostBuffer.aligned(part.nbytes) for part in parts_of(unit))
+
+
+def decoded(unit):
+    return [unit.decode(layer, torch.float32) for layer in unit.layers]
+
+
+def equal(pairs, others):
+    return all(
+        torch.equal(here(a), here(b))
+        for pair, other in zip(pairs, others, strict=True)
+        for a, b in zip(pair, other, strict=True)
+    )
+
+
+# --- the buffer ----------------------------------------------------------------------------------------------------
+
+
+def test_a_buffer_holds_copies_side_by_side():
+    tensors = [
+        normal(1, 2, 3, 5),
+        normal(7).to(torch.float8_e4m3fn),
+        normal(1, 3, 2, 4).transpose(1, 2),
+        torch.arange(1, dtype=torch.int8),
+        normal(4, 0),
+        normal(64),  # exactly one step of the alignment
+        normal(3, 3, dtype=torch.bfloat16),
+    ]
+    buffer = HostBuffer(sum(HostBuffer.aligned(t.nbytes) for t in tensors), CPU)
+    copies = [buffer.take(tensor) for tensor in tensors]
+    for tensor, copy in zip(tensors, copies, strict=True):
+        assert (copy.shape, copy.dtype, copy.is_contiguous()) == (tensor.shape, tensor.dtype, True)
+        assert torch.equal(raw(copy), raw(tensor))
+        assert not tensor.numel() or copy.data_ptr() % ALIGNMENT == 0
+    full = [(c.data_ptr(), c.data_ptr() + c.nbytes) for c in copies if c.numel()]
+    assert all(stop <= start for (_, stop), (start, _) in zip(full, full[1:], strict=False))
+    tensors[0].zero_()
+    assert not torch.equal(copies[0], tensors[0])
+
+
+@pytest.mark.parametrize(("nbytes", "expected"), [(0, 0), (1, 256), (255, 256), (256, 256), (257, 512)])
+def test_alignment(nbytes, expected):
+    assert HostBuffer.aligned(nbytes) == expected
+
+
+def test_a_buffer_of_nothing():
+    buffer = HostBuffer(0, CPU)
+    buffer.settle()
+    assert buffer.take(torch.empty(2, 0)).shape == (2, 0)
+
+
+def resident():
+    """Bytes of this process in RAM."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads Linux' numbers")
+def test_memory_goes_back_to_the_system_with_the_last_tensor(monkeypatch):
+    made = []
+
+    class Pages(transfer._Pages):
+        def __init__(self, *args, **kw):
+            made.append(weakref.ref(self))
+
+    monkeypatch.setattr(transfer, "_Pages", Pages)
+    size = 64 * 2**20
+    source = torch.ones(size // 4, dtype=torch.float32)
+    before = resident()
+    buffer = HostBuffer(2 * size, CPU)
+    assert resident() - before < size // 4  # nothing is touched before it is used
+    copies = [buffer.take(source), buffer.take(source)]
+    (pages,) = made
+    del buffer
+    assert resident() - before > 1.9 * size
+    view = copies[0][5:6]
+    del copies
+    assert pages() is not None and view.item() == 1  # any view keeps the memory
+    del view
+    assert pages() is None
+    assert resident() - before < size // 4
+
+
+def test_pages_are_locked_once_and_unlocked_with_the_last_tensor(cuda):
+    buffer = HostBuffer(1000, CUDA)
+    address = buffer._data.data_ptr()
+    assert cuda.registered == [(address, 1000)]
+    copy = buffer.take(away(normal(7)))
+    del buffer
+    assert cuda.unregistered == []
+    assert torch.equal(copy, normal(7))
+    del copy
+    assert cuda.unregistered == [address]
+    assert len(cuda.registered) == 1
+
+
+def test_refused_pages_work_and_are_not_unlocked(monkeypatch):
+    cuda = FakeCuda(monkeypatch, refuse=True)
+    buffer = HostBuffer(1000, CUDA)
+    copy = buffer.take(away(normal(7)))
+    buffer.settle()
+    assert torch.equal(copy, normal(7))
+    assert len(cuda.registered) == 1
+    assert (cuda.streams, cuda.log) == (0, [])
+    del buffer, copy
+    assert cuda.unregistered == []
+
+
+def test_nothing_is_locked_for_other_devices(cuda):
+    HostBuffer(1000, CPU).settle()
+    HostBuffer(1000, torch.device("meta")).settle()
+    assert (cuda.registered, cuda.unregistered, cuda.log) == ([], [], [])
+
+
+def test_copies_wait_for_what_they_copy_and_are_waited_for(cuda):
+    buffer = HostBuffer(2000, CUDA)
+    buffer.take(away(normal(7)))
+    copied = [("side 1", "waits for", "main"), ("side 1", "copies to", "cpu"), ("records", "side 1")]
+    assert cuda.log == copied
+    buffer.take(away(normal(7)))
+    buffer.settle()
+    assert cuda.log == [*copied, *copied, ("side 1", "settled")]
+
+
+# --- units ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_unit_moves_there_and_back(cuda, codec):
+    unit, expected = unit_of(codec)
+    before = [raw(part).clone() for part in parts_of(unit)]
+    nbytes = 3 * CODECS[codec].nbytes(9, H, D, torch.float32)
+    sent(unit)
+    for _ in range(2):
+        for device in (CPU, CUDA):
+            unit.move(str(device))
+            assert {part.device.type for part in parts_of(unit)} == {unit.device.type} == {device.type}
+            assert unit.nbytes == nbytes
+            assert all(torch.equal(raw(a), b) for a, b in zip(parts_of(unit), before, strict=True))
+            assert equal(decoded(unit), expected)
+            assert device == CUDA or cuda.log[-1][1:] == ("settled",)
+    assert sorted(cuda.unregistered) == sorted(address for address, _ in cuda.registered)  # none outlives its unit
+
+
+def test_a_moved_unit_lies_in_one_buffer_of_its_size(cuda):
+    unit = sent(unit_of("int8")[0])
+    unit.move(CPU)
+    ((address, nbytes),) = cuda.registered
+    assert nbytes == room(unit)
+    assert all(address <= part.data_ptr() < address + nbytes for part in parts_of(unit))
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_a_unit_is_stored_away_layer_by_layer(cuda, monkeypatch, codec):
+    """Packed where it was computed, carried on a stream of its own, waited for at the end alone."""
+    (_, expected), unit = unit_of(codec), Unit(9, CODECS[codec])
+    plain = Codec.encode
+    on_device = lambda self, k, v: tuple(tuple(map(away, parts)) for parts in plain(self, here(k), here(v)))  # noqa: E731
+    monkeypatch.setattr(Codec, "encode", on_device)
+    for layer in range(3):
+        k, v = (away(normal(1, H, 9, D, seed=2 * layer + side)) for side in (0, 1))
+        unit.append(k, v, CPU, 3)
+    assert {part.device for part in parts_of(unit)} == {CPU}
+    assert [nbytes for _, nbytes in cuda.registered] == [room(unit)]
+    assert ("side 1", "settled") not in cuda.log
+    unit.settle()
+    assert cuda.log[-1] == ("side 1", "settled")
+    assert equal(decoded(unit), expected)
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_unit_that_is_there_already_stays_as_it_is(cuda, there):
+    unit = sent(unit_of()[0]) if there else unit_of()[0]
+    parts = parts_of(unit)
+    unit.move("cuda" if there else "cpu")
+    assert all(a is b for a, b in zip(parts_of(unit), parts, strict=True))
+    assert (cuda.log, cuda.registered) == ([], [])
+
+
+def test_a_unit_without_layers_stays():
+    unit = Unit(3, CODECS["native"])
+    unit.move("cpu")
+    unit.settle()
+    assert unit.nbytes == 0 and unit.layers == []
+
+
+# --- reading -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_come_in_order_of_every_unit(dtype):
+    units, expected = zip(
+        *(unit_of(codec, tokens=n) for codec, n in (("native", 3), ("int8", 9), ("fp8", 12))), strict=True
+    )
+    reader = LayerReader(units, CPU, dtype)
+    for layer in range(3):
+        got = reader(layer)
+        assert [k.dtype for k, _ in got] == [dtype] * 3
+        assert equal(got, [tuple(x.to(dtype) for x in unit[layer]) for unit in expected])
+
+
+def test_no_units_no_layers():
+    assert LayerReader([], CPU, torch.float32)(0) == []
+
+
+def test_the_next_layer_is_on_its_way_while_one_is_worked_on(cuda):
+    unit, expected = unit_of()  # in RAM, beside the device
+    reader = LayerReader([unit], CUDA, torch.float32)
+    fetch = [("side 1", "copies to", "cuda")] * 2
+    arrived = [("main", "waits for", "side 1"), ("records", "main"), ("records", "main")]
+    assert cuda.log == fetch
+    for layer in range(3):
+        cuda.log.clear()
+        got = reader(layer)
+        assert cuda.log == arrived + (fetch if layer < 2 else [])
+        assert all(x.device.type == "cuda" for x in got[0])
+        assert equal(got, [expected[layer]])
+    assert (cuda.streams, reader._ahead) == (1, [])  # nothing of the last layer stays
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "same"),
+    [
+        ("cuda", "cuda:0", True),
+        ("cuda:1", "cuda:1", True),
+        ("cpu", "cpu", True),
+        ("cuda", "cuda:1", False),
+        ("cuda:0", "cuda:1", False),
+        ("cpu", "cuda:0", False),
+    ],
+)
+def test_devices_by_either_name(a, b, same):
+    assert same_device(torch.device(a), torch.device(b)) == same_device(torch.device(b), torch.device(a)) == same
+
+
+def test_units_on_the_device_are_read_where_they_lie(cuda):
+    unit = sent(unit_of()[0])
+    reader = LayerReader([unit], CUDA, torch.float32)
+    for layer in range(3):
+        assert [x.data_ptr() for x in reader(layer)[0]] == [parts[0].data_ptr() for parts in unit.layers[layer]]
+    assert (cuda.streams, cuda.log) == (0, [])
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_reader_goes_on_while_its_units_move(cuda, after):
+    unit, expected = unit_of("int8")
+    reader = LayerReader([unit], CUDA, torch.float32)
+    got = [reader(layer)[0] for layer in range(after)]
+    unit.move(CUDA)
+    got += [reader(layer)[0] for layer in range(after, 3)]
+    assert equal(got, expected)
+
+
+# --- attention over [prefix, target] ---------------------------------------------------------------------------------
+
+
+def plain(q, k, v, prefix):
+    """Softmax attention in float64 over the prefix, expanded to the batch, and the target."""
+    batch = len(q)
+    keys = torch.cat([*(k_.expand(batch, -1, -1, -1) for k_, _ in prefix), k], dim=2).double()
+    values = torch.cat([*(v_.expand(batch, -1, -1, -1) for _, v_ in prefix), v], dim=2).double()
+    weights = (q.double() @ keys.transpose(2, 3) / q.shape[-1] ** 0.5).softmax(-1)
+    return weights @ values
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("pieces", [(), (1,), (5, 1, 8)])
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+def test_a_batch_attends_to_one_prefix_as_if_it_were_expanded(batch, pieces, dtype, close):
+    q, k, v = (normal(batch, H, 4, D, seed=i, dtype=dtype) for i in range(3))
+    prefix = [tuple(normal(1, H, n, D, seed=10 * n + side, dtype=dtype) for side in (3, 4)) for n in pieces]
+    inputs = [q, k, v, *(x for piece in prefix for x in piece)]
+    before = [x.clone() for x in inputs]
+    got = prefixed_attention(q, k, v, prefix)
+    assert (got.shape, got.dtype) == (q.shape, dtype)
+    assert (got.double() - plain(q, k, v, prefix)).abs().max() < close
+    assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
+
+
+def test_a_batch_holds_its_prefix_once():
+    """Rows go through one buffer: never more than one copy of the prefix beside the stored one."""
+    shapes, buffers, rows = [], set(), []
+
+    def attend(q, k, v, *, mask=None, causal=False):
+        assert mask is None and not causal
+        shapes.append(tuple(k.shape))
+        buffers.add((k.data_ptr(), v.data_ptr()))
+        rows.append((k[:, :, -4:].clone(), v[:, :, -4:].clone()))
+        return q
+
+    q, k, v = (normal(3, H, 4, D, seed=i) for i in range(3))
+    prefix = [(normal(1, H, 5, D, seed=4), normal(1, H, 5, D, seed=5))]
+    assert torch.equal(prefixed_attention(q, k, v, prefix, attend=attend), q)
+    assert shapes == [(1, H, 9, D)] * 3
+    assert len(buffers) == 1
+    assert equal(rows, zip(k.split(1), v.split(1), strict=True))
