@@ -83,8 +83,8 @@ class Qwen21MemoryPlan(io.ComfyNode):
         from ..qwen21.inputs.images import to_pixels
         from ..qwen21.inputs.prompt import canvas_size, reference_size
         from ..qwen21.memory.estimate import available_ram
-        from ..qwen21.memory.plan import Job, plan_memory
-        from ..qwen21.memory.show import describe, draw
+        from ..qwen21.memory.plan import MemoryJob, plan_memory
+        from ..qwen21.memory.show import draw, plan_report
         from ..qwen21.ops.quantized import Fp8
         from ..qwen21.system_memory import GIB
 
@@ -96,7 +96,7 @@ class Qwen21MemoryPlan(io.ComfyNode):
         }
         canvas = canvas_size([], (width, height))
         pictures = [reference_size(resolution, resolution, resolution)] * references
-        job = Job.typical(pictures, (canvas.width, canvas.height), batch, branches=2 if guided else 1)
+        job = MemoryJob.typical(pictures, (canvas.width, canvas.height), batch, branches=2 if guided else 1)
         free = int(free_gib * GIB) or host.free_on_gpu()
         fp8 = Fp8() if dtype == host.FP8 else None
         plan = plan_memory(
@@ -110,5 +110,5 @@ class Qwen21MemoryPlan(io.ComfyNode):
             lays_out=False,
             computed_in={} if free_gib else host.computed_in(parts, dtype),
         )
-        text = describe(plan)
+        text = plan_report(plan)
         return io.NodeOutput(text, to_pixels(draw(plan))[None], ui=shown(text))

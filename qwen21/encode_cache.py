@@ -13,11 +13,11 @@ from .prefix import TextOrigin
 from .system_memory import available_ram
 
 if TYPE_CHECKING:
-    from .models.text_encoder import Head, TextStates
+    from .models.text_encoder import ReferenceContext, TextStates
 
 T = TypeVar("T")
 
-HEAD_SHARE = 8  # heads are kept while so many of their size are free in RAM
+CONTEXT_SHARE = 8  # contexts are kept while so many of their size are free in RAM
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,20 +36,20 @@ class EncodedReference:
     origin: str
 
 
-class KeptHeads(dict[tuple[str, ...], "Head"]):
-    """Heads of the references that were read last, by the digests up to each: what `TextEncoder.encode` reads and
+class ReferenceContexts(dict[tuple[str, ...], "ReferenceContext"]):
+    """Contexts of the references that were read last, by the digests up to each: what `TextEncoder.encode` reads and
     fills."""
 
-    def settle(self, digests: tuple[str, ...]) -> None:
+    def keep_only(self, digests: tuple[str, ...]) -> None:
         """Keep those of these references alone, in RAM, if they may be: for a new prompt or more references behind."""
         names = [digests[: i + 1] for i in range(len(digests))]
         kept = {name: self[name] for name in names if name in self}
         self.clear()
-        if HEAD_SHARE * sum(head.nbytes for head in kept.values()) <= available_ram():
-            self.update({name: head.to("cpu") for name, head in kept.items()})
+        if CONTEXT_SHARE * sum(context.nbytes for context in kept.values()) <= available_ram():
+            self.update({name: context.to("cpu") for name, context in kept.items()})
 
 
-class Remembered(Generic[T]):
+class LRUCache(Generic[T]):
     """The last few things that were made, by what they were made of."""
 
     def __init__(self, limit: int) -> None:

@@ -12,14 +12,24 @@ from torch import Tensor
 
 from .memory.estimate import working_bytes
 from .models.dit import DiT
-from .prefix import Joined, Origins, Prefix, PrefixInputs, Reuse, content, prefix_for_now, prefix_through, unit_keys
+from .prefix import (
+    ContiguousKV,
+    Origins,
+    Prefix,
+    PrefixInputs,
+    Reuse,
+    content,
+    kv_block_keys,
+    prefix_for_now,
+    prefix_through,
+)
 from .sampling.cuda_graph import Step, StepGraphs
 from .sequence import PrefixLayout
 
 if TYPE_CHECKING:
     from .encode_cache import EncodedPrompt, EncodedReference
     from .pipeline import Pipeline
-    from .request import Plan
+    from .request import ResolvedRequest
 
 
 @dataclass(frozen=True)
@@ -27,7 +37,7 @@ class PrefixFacts:
     """What a report says of a prefix, without keeping its tensors alive."""
 
     layout: PrefixLayout
-    units: dict[int, int]  # bytes of each unit by its id: prefixes share some
+    kv_blocks: dict[int, int]  # bytes of each KV block by its id: prefixes share some
     reuse: Reuse
 
 
@@ -40,7 +50,7 @@ class Branch:
         prompts: Sequence[EncodedPrompt],
         references: Sequence[EncodedReference],
         pipeline: Pipeline,
-        plan: Plan,
+        resolved: ResolvedRequest,
         check_cancel: Callable[[], None],
         graphs: StepGraphs | None = None,
     ) -> None:
@@ -48,7 +58,7 @@ class Branch:
         self.prompts = prompts
         self.references = references
         self.pipeline = pipeline
-        self.plan = plan
+        self.resolved = resolved
         self.check_cancel = check_cancel
         self.graphs = graphs
         self._prefixes: dict[int, tuple[Prefix, Reuse]] = {}
@@ -58,13 +68,13 @@ class Branch:
         """Facts of each different prompt's prefix, computing those that are missing."""
         found = {id(prompt): self._prefix(prompt) for prompt in self.prompts}.values()
         return [
-            PrefixFacts(prefix.layout, {id(unit): unit.nbytes for unit in prefix.units}, reuse)
+            PrefixFacts(prefix.layout, {id(kv_block): kv_block.nbytes for kv_block in prefix.kv_blocks}, reuse)
             for prefix, reuse in found
         ]
 
     def velocity(self, x: Tensor, sigma: float) -> Tensor:
         """v [B, C, h, w]. Rows of one prompt run as one batch, different prompts one after another."""
-        if not self.plan.request.prefix_cache:
+        if not self.resolved.request.prefix_cache:
             self._prefixes.clear()
             self._steps.clear()
         result = torch.empty_like(x)
@@ -77,29 +87,29 @@ class Branch:
 
     def _step(self, prefix: Prefix, rows: int) -> Step:
         """A step behind a prefix, for so many rows."""
-        joined = self._join(prefix, rows)
-        step = partial(self.dit.denoise, prefix=prefix, joined=joined)
-        if self.graphs is None or joined is None:
+        contiguous = self._lay_out(prefix, rows)
+        step = partial(self.dit.denoise, prefix=prefix, contiguous=contiguous)
+        if self.graphs is None or contiguous is None:
             return step
         pipeline, working = self.pipeline, self._working(rows, prefix.layout)
         return self.graphs.of(step, lambda: pipeline.placement(0).spare() >= working)
 
-    def _join(self, prefix: Prefix, rows: int) -> Joined | None:
+    def _lay_out(self, prefix: Prefix, rows: int) -> ContiguousKV | None:
         """The prefix laid out for all steps, where there is room for it beside what a step needs."""
         pipeline, config = self.pipeline, self.dit.config
-        tokens = self.plan.grid[0] * self.plan.grid[1]
+        tokens = self.resolved.grid[0] * self.resolved.grid[1]
         spare = pipeline.placement(0).spare()
-        if spare is None or not self.plan.request.prefix_cache:
+        if spare is None or not self.resolved.request.prefix_cache:
             return None
-        needed = Joined.nbytes(config, prefix.length, tokens, pipeline.dtype)
-        if not Joined.fits(needed, self._working(rows, prefix.layout), spare):
+        needed = ContiguousKV.nbytes(config, prefix.length, tokens, pipeline.dtype)
+        if not ContiguousKV.fits(needed, self._working(rows, prefix.layout), spare):
             return None
-        return Joined(prefix, tokens, config.layers, pipeline.device, pipeline.dtype)
+        return ContiguousKV(prefix, tokens, config.layers, pipeline.device, pipeline.dtype)
 
     def _working(self, rows: int, layout: PrefixLayout) -> int:
         """Bytes of activations behind a prefix."""
-        (h, w), pipeline = self.plan.grid, self.pipeline
-        return working_bytes(self.dit.config, rows, h * w, layout.unit_tokens, pipeline.dtype, pipeline.fuses)
+        (h, w), pipeline = self.resolved.grid, self.pipeline
+        return working_bytes(self.dit.config, rows, h * w, layout.kv_block_tokens, pipeline.dtype, pipeline.fuses)
 
     def _prefix(self, prompt: EncodedPrompt) -> tuple[Prefix, Reuse]:
         if id(prompt) not in self._prefixes:
@@ -115,13 +125,13 @@ class Branch:
             states.to(**as_computed),
             [latent.to(**as_computed) for latent in latents],
             slots,
-            unit_keys(states, latents, slots, origins),
+            kv_block_keys(states, latents, slots, origins),
         )
         rows = sum(other is prompt for other in self.prompts)
         placement = pipeline.placement(self._working(rows, inputs.layout))
         codec = inputs.codec(pipeline.codec, self.dit, *placement.room())
         prefilling = {"check_cancel": self.check_cancel}
-        if self.plan.request.prefix_cache:
+        if self.resolved.request.prefix_cache:
             identity = pipeline.identity(codec)
             return prefix_through(pipeline.store, identity, self.dit, inputs, placement.place, **prefilling)
         reason = "the prefix cache is off"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from PIL import Image
 
 from . import __version__
-from .lora.apply import describe
+from .lora.apply import lora_facts
 from .sequence import ImageSegment
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from .guidance_branch import PrefixFacts
     from .models.text_encoder import TextStates
     from .pipeline import Pipeline
-    from .request import Plan
+    from .request import ResolvedRequest
 
 LIBRARIES = ("torch", "transformers", "safetensors", "pillow", "numpy")
 
@@ -33,9 +33,11 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
-def build_manifest(pipeline: Pipeline, plan: Plan, text: TextStates, prefixes: list[PrefixFacts]) -> dict[str, Any]:
+def build_manifest(
+    pipeline: Pipeline, resolved: ResolvedRequest, text: TextStates, prefixes: list[PrefixFacts]
+) -> dict[str, Any]:
     """The manifest of a finished run; `text` and the first of `prefixes` are of its first prompt."""
-    request = plan.request
+    request = resolved.request
     return {
         "model": {
             "dit": _component(pipeline.files.dit),
@@ -43,19 +45,22 @@ def build_manifest(pipeline: Pipeline, plan: Plan, text: TextStates, prefixes: l
             "vae": _component(pipeline.files.vae),
         },
         "prompt": request.prompts if isinstance(request.prompts, str) else list(request.prompts),
-        "negative": request.negative if plan.guided else None,
-        "size": list(plan.size),
+        "negative": request.negative if resolved.guided else None,
+        "size": list(resolved.size),
         "batch": len(request.prompt_list),
         "seed": request.seed,
-        "noise": _noise(plan),
+        "noise": _noise(resolved),
         "sampler": "euler",
-        "schedule": {"kind": plan.schedule.kind, "sigmas": [round(s, 7) for s in plan.schedule.sigmas.tolist()]},
-        "cfg": _compact(plan.cfg),
+        "schedule": {
+            "kind": resolved.schedule.kind,
+            "sigmas": [round(s, 7) for s in resolved.schedule.sigmas.tolist()],
+        },
+        "cfg": _compact(resolved.cfg),
         "denoise": request.denoise,
         "resolution": request.resolution,
         "init_image": _digest(request.init_image),
         "mask": _digest(request.mask),
-        "references": _references(plan, text, prefixes[0]),
+        "references": _references(resolved, text, prefixes[0]),
         "dtype": str(pipeline.dtype).removeprefix("torch."),
         "fp8": pipeline.fp8 and {"keep": list(pipeline.fp8.keep)},
         "device": pipeline.device.type,
@@ -65,12 +70,12 @@ def build_manifest(pipeline: Pipeline, plan: Plan, text: TextStates, prefixes: l
             "cache": request.prefix_cache,
             "codec": ", ".join(dict.fromkeys(prefix.reuse.codec for prefix in prefixes)),
             "tokens": [prefix.layout.length for prefix in prefixes],
-            "bytes": sum({key: n for prefix in prefixes for key, n in prefix.units.items()}.values()),
+            "bytes": sum({key: n for prefix in prefixes for key, n in prefix.kv_blocks.items()}.values()),
             "reuse": [prefix.reuse.facts for prefix in prefixes],
         },
-        "loras": [describe(lora, strength) for lora, strength in pipeline.loras],
+        "loras": [lora_facts(lora, strength) for lora, strength in pipeline.loras],
         "versions": library_versions(),
-        "warnings": pipeline.warnings(plan),
+        "warnings": pipeline.warnings(resolved),
     }
 
 
@@ -81,13 +86,13 @@ def _component(part: Component) -> dict[str, str]:
     return {"file": name, "fingerprint": checkpoint.fingerprint, "weights": identity.quantization}
 
 
-def _noise(plan: Plan) -> dict[str, Any]:
-    if not plan.references:
-        return {"mode": "released", "seed": plan.noise_seed}
-    return {"mode": plan.request.edit_noise, "seed": plan.noise_seed}
+def _noise(resolved: ResolvedRequest) -> dict[str, Any]:
+    if not resolved.references:
+        return {"mode": "released", "seed": resolved.noise_seed}
+    return {"mode": resolved.request.edit_noise, "seed": resolved.noise_seed}
 
 
-def _references(plan: Plan, text: TextStates, prefix: PrefixFacts) -> list[dict[str, Any]]:
+def _references(resolved: ResolvedRequest, text: TextStates, prefix: PrefixFacts) -> list[dict[str, Any]]:
     segments = [s for s in prefix.layout.segments if isinstance(s, ImageSegment)]
     return [
         {
@@ -97,7 +102,7 @@ def _references(plan: Plan, text: TextStates, prefix: PrefixFacts) -> list[dict[
             "slot": slot,
             "pixels": reference.digest[:16],
         }
-        for reference, segment, slot in zip(plan.references, segments, text.image_slots, strict=True)
+        for reference, segment, slot in zip(resolved.references, segments, text.image_slots, strict=True)
     ]
 
 

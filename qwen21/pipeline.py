@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from .checkpoint import load
-from .encode_cache import EncodedPrompt, EncodedReference, KeptHeads, Remembered
+from .encode_cache import EncodedPrompt, EncodedReference, LRUCache, ReferenceContexts
 from .errors import UserError
 from .guidance_branch import Branch, PrefixFacts
 from .inputs import images
@@ -29,12 +29,12 @@ from .memory import estimate
 from .models import vae_tiling
 from .models.dit import DiT
 from .ops.attention import AttentionFunction
-from .ops.attention_backends import Shape, choose
+from .ops.attention_backends import Shape, choose_attention
 from .ops.fused_linear import fuse
 from .ops.pointwise import EAGER, CompiledKernels, Kernels
-from .prefix import ModelIdentity, Placement, Store, Unit, text_origin
-from .prefix.placement import RAM, without_effect
-from .request import Plan, Request, make_plan
+from .prefix import KVBlock, ModelIdentity, Placement, Store, text_origin
+from .prefix.placement import RAM, ineffective_flags
+from .request import Request, ResolvedRequest, resolve_request
 from .sampling import cuda_graph as graph
 from .sampling.euler import Start, draw_noise, sample
 from .sampling.schedule import turbo_warnings
@@ -83,47 +83,53 @@ class Pipeline:
     loras: Sequence[tuple[Lora, float]] = ()  # with their strengths
     fp8: Fp8 | None = None  # block linears that are not quantized yet are kept in fp8
     kernels: Kernels = EAGER
-    attention: str = "auto"  # see `backends.choose`
+    attention: str = "auto"  # see `backends.choose_attention`
     cuda_graph: bool = False  # replay steps whose launches hold the GPU up; see `graph.py`
     notes: Sequence[str] = ()  # of how it was set up, to be told of each run
     store: Store = field(default_factory=lambda: Store(estimate.store_budget()))
     _attend: tuple[str, AttentionFunction] | None = field(default=None, repr=False)
     _loaded: dict[str, tuple[Any, str]] = field(default_factory=dict, repr=False)
     # A few MiB each at most.
-    _prompts: Remembered[EncodedPrompt] = field(default_factory=lambda: Remembered(32), repr=False)
-    _heads: tuple[str, KeptHeads] = field(default_factory=lambda: ("", KeptHeads()), repr=False)  # and what made them
-    _references: Remembered[EncodedReference] = field(default_factory=lambda: Remembered(64), repr=False)
+    _prompts: LRUCache[EncodedPrompt] = field(default_factory=lambda: LRUCache(32), repr=False)
+    _contexts: tuple[str, ReferenceContexts] = field(
+        default_factory=lambda: ("", ReferenceContexts()), repr=False
+    )  # and what made them
+    _references: LRUCache[EncodedReference] = field(default_factory=lambda: LRUCache(64), repr=False)
 
     @torch.inference_mode()
     def generate(self, request: Request, watch: Watch | None = None) -> Result:
         """Paint. Raises `UserError` for what cannot be done, before loading wherever that is possible."""
         watch = watch or Watch()
-        plan = make_plan(request, self.files)
+        resolved = resolve_request(request, self.files)
         watch.on_stage("checking the files")
         self.files.check(encodes=request.encodes)
-        for warning in self.warnings(plan):
+        for warning in self.warnings(resolved):
             watch.on_warning(warning)
-        prompts, negative = self._encode_prompts(plan, watch)
+        prompts, negative = self._encode_prompts(resolved, watch)
         self._release("encoder")
-        references = self._encode_references(plan, watch)
-        start = self._encode_start(plan, watch)
-        latent, prefixes = self._sample(plan, prompts, negative, references, start, watch)
+        references = self._encode_references(resolved, watch)
+        start = self._encode_start(resolved, watch)
+        latent, prefixes = self._sample(resolved, prompts, negative, references, start, watch)
         self._release("dit")
         pictures = self._decode(latent, watch)
         self._release("vae")
-        return Result(pictures, latent, build_manifest(self, plan, prompts[0].text, prefixes), prefixes)
+        return Result(pictures, latent, build_manifest(self, resolved, prompts[0].text, prefixes), prefixes)
 
-    def _encode_prompts(self, plan: Plan, watch: Watch) -> tuple[list[EncodedPrompt], EncodedPrompt | None]:
+    def _encode_prompts(
+        self, resolved: ResolvedRequest, watch: Watch
+    ) -> tuple[list[EncodedPrompt], EncodedPrompt | None]:
         """Each different prompt, and the negative where a step is guided."""
         from .inputs.tokenizer import load_tokenizer
 
         watch.on_stage("reading the prompt")
         tokenizer = load_tokenizer(self.files.tokenizer)
-        grids = [(1, reference.height, reference.width) for reference in plan.references]
-        prompts = dict.fromkeys((*plan.request.prompt_list, *([plan.request.negative] if plan.guided else [])))
+        grids = [(1, reference.height, reference.width) for reference in resolved.references]
+        prompts = dict.fromkeys(
+            (*resolved.request.prompt_list, *([resolved.request.negative] if resolved.guided else []))
+        )
         # Before weights are read, for this refuses what cannot be encoded.
         ids = {prompt: layout_tokens(prompt, tokenizer, grids).ids for prompt in prompts}
-        digests = tuple(reference.digest for reference in plan.references)
+        digests = tuple(reference.digest for reference in resolved.references)
         vision: dict[str, Any] = {}  # features of each reference, shared by all prompts of the run
 
         def encode(prompt: str) -> EncodedPrompt:
@@ -132,10 +138,10 @@ class Pipeline:
             text = encoder.encode(
                 tokenizer,
                 prompt,
-                plan.references,
+                resolved.references,
                 device=self.device,
                 features=vision,
-                heads=self._heads_now(),
+                contexts=self._current_contexts(),
                 check_cancel=watch.check_cancel,
             )
             if not bool(torch.isfinite(text.states).all()):
@@ -149,19 +155,19 @@ class Pipeline:
             return ids[prompt], digests, self._made_by("encoder")
 
         made = {prompt: self._prompts.get(partial(key, prompt), partial(encode, prompt)) for prompt in prompts}
-        if self._heads[1]:
-            self._heads[1].settle(digests if self.keep_loaded else ())
-        negative = made[plan.request.negative] if plan.guided else None
-        return [made[prompt] for prompt in plan.request.prompt_list], negative
+        if self._contexts[1]:
+            self._contexts[1].keep_only(digests if self.keep_loaded else ())
+        negative = made[resolved.request.negative] if resolved.guided else None
+        return [made[prompt] for prompt in resolved.request.prompt_list], negative
 
-    def _heads_now(self) -> KeptHeads:
+    def _current_contexts(self) -> ReferenceContexts:
         """Those of the encoder as it is loaded."""
-        if self._heads[0] != (made_by := self._made_by("encoder")):
-            self._heads = made_by, KeptHeads()
-        return self._heads[1]
+        if self._contexts[0] != (made_by := self._made_by("encoder")):
+            self._contexts = made_by, ReferenceContexts()
+        return self._contexts[1]
 
-    def _encode_references(self, plan: Plan, watch: Watch) -> list[EncodedReference]:
-        if not plan.references:
+    def _encode_references(self, resolved: ResolvedRequest, watch: Watch) -> list[EncodedReference]:
+        if not resolved.references:
             return []
         watch.on_stage("encoding the references")
 
@@ -172,27 +178,27 @@ class Pipeline:
             latent = self._encode_picture(reference.image, watch)[0]
             return EncodedReference(latent, name(reference))
 
-        return [self._references.get(partial(name, each), partial(encode, each)) for each in plan.references]
+        return [self._references.get(partial(name, each), partial(encode, each)) for each in resolved.references]
 
-    def _encode_start(self, plan: Plan, watch: Watch) -> Start | None:
+    def _encode_start(self, resolved: ResolvedRequest, watch: Watch) -> Start | None:
         """The picture to start from, and the mask of what may change."""
-        if plan.request.init_image is None:
+        if resolved.request.init_image is None:
             return None
-        picture = images.fit(plan.request.init_image, plan.size)
+        picture = images.fit(resolved.request.init_image, resolved.size)
         latent = self._encode_picture(picture, watch).float().to(self.device)
-        mask = plan.request.mask
-        return Start(latent, None if mask is None else images.latent_mask(mask, plan.grid).to(self.device))
+        mask = resolved.request.mask
+        return Start(latent, None if mask is None else images.latent_mask(mask, resolved.grid).to(self.device))
 
     def _encode_picture(self, picture: Image.Image, watch: Watch) -> Tensor:
         """[1, 64, h, w], normalised, in the VAE's dtype."""
         vae = self._network("vae")
         pixels = images.to_vae_pixels(picture).to(self.device, self._vae_dtype)
-        self._make_room_for_vae(picture.size, decode=False)
+        self._reserve_for_vae(picture.size, decode=False)
         return vae.normalise(vae_tiling.encode(vae, pixels, budget=self._vae_budget, check_cancel=watch.check_cancel))
 
     def _sample(
         self,
-        plan: Plan,
+        resolved: ResolvedRequest,
         prompts: list[EncodedPrompt],
         negative: EncodedPrompt | None,
         references: list[EncodedReference],
@@ -202,24 +208,24 @@ class Pipeline:
         """The denoised latent [B, 64, h, w] and facts of the prefixes behind which it was denoised, positive first."""
         watch.on_stage("reading the transformer")
         dit: DiT = self._network("dit")
-        self._speed_up(dit, plan, watch)
+        self._speed_up(dit, resolved, watch)
         watch.on_stage("prefilling")
-        graphs = graph.StepGraphs() if self.cuda_graph and not self._graphs_in_vain(plan) else None
+        graphs = graph.StepGraphs() if self.cuda_graph and not self._ineffective_cuda_graph(resolved) else None
 
         def branch(sides: list[EncodedPrompt]) -> Branch:
-            return Branch(dit, sides, references, self, plan, watch.check_cancel, graphs)
+            return Branch(dit, sides, references, self, resolved, watch.check_cancel, graphs)
 
         guided = branch(prompts)
         unguided = None if negative is None else branch([negative] * len(prompts))
         facts = guided.facts() + (unguided.facts() if unguided else [])
-        noise = draw_noise((len(prompts), self.files.dit.config.in_channels, *plan.grid), plan.noise_seed)
+        noise = draw_noise((len(prompts), self.files.dit.config.in_channels, *resolved.grid), resolved.noise_seed)
         watch.on_stage("denoising")
         latent = sample(
             guided.velocity,
             noise.to(self.device),
-            plan.schedule.sigmas,
+            resolved.schedule.sigmas,
             negative=unguided and unguided.velocity,
-            cfg=plan.cfg,
+            cfg=resolved.cfg,
             start=start,
             check_cancel=watch.check_cancel,
             on_step=watch.on_step,
@@ -229,17 +235,17 @@ class Pipeline:
         # Facts, not the prefixes: those would stay on the device while the picture is decoded.
         return latent, facts
 
-    def _speed_up(self, dit: DiT, plan: Plan, watch: Watch) -> None:
+    def _speed_up(self, dit: DiT, resolved: ResolvedRequest, watch: Watch) -> None:
         """Give a transformer its kernels, once for all runs."""
         if not self.kernels.ready:
             watch.on_stage("compiling")
             self.kernels.prepare(dit.config, self.dtype, self.device, fp8=dit.multiplies_fp8)
         if self._attend is None:
-            tokens = plan.grid[0] * plan.grid[1]
-            references = sum(reference.width * reference.height for reference in plan.references)
+            tokens = resolved.grid[0] * resolved.grid[1]
+            references = sum(reference.width * reference.height for reference in resolved.references)
             shape = Shape(tokens, tokens + references, dit.config.heads, dit.config.head_dim)
             compiles = isinstance(self.kernels, CompiledKernels)
-            self._attend = choose(self.attention, shape, self.dtype, self.device, may_compile=compiles)
+            self._attend = choose_attention(self.attention, shape, self.dtype, self.device, may_compile=compiles)
         dit.kernels, dit.attend = self.kernels, self._attend[1]
 
     def _decode(self, latent: Tensor, watch: Watch) -> list[Image.Image]:
@@ -249,7 +255,7 @@ class Pipeline:
         pictures = []
         for row in latent.to(self._vae_dtype).split(1):
             watch.check_cancel()
-            self._make_room_for_vae((row.shape[-1] * vae.factor, row.shape[-2] * vae.factor), decode=True)
+            self._reserve_for_vae((row.shape[-1] * vae.factor, row.shape[-2] * vae.factor), decode=True)
             pixels = vae_tiling.decode(
                 vae, vae.denormalise(row), budget=self._vae_budget, check_cancel=watch.check_cancel
             )
@@ -260,7 +266,7 @@ class Pipeline:
         if name not in self._loaded:
             dtype = self._vae_dtype if name == "vae" else self.dtype
             part = getattr(self.files, name)
-            self._make_room(estimate.weight_bytes(part, dtype, self.fp8))
+            self._reserve(estimate.weight_bytes(part, dtype, self.fp8))
             network = load.load(part, dtype, self.device, fp8=self.fp8)
             if name == "dit":
                 apply_loras(network, self.loras)
@@ -284,19 +290,25 @@ class Pipeline:
     def _made_with(self, name: str, stamp: str) -> str:
         return f"{stamp} {self._vae_dtype if name == 'vae' else self.dtype} {self.fp8}"
 
-    def warnings(self, plan: Plan) -> list[str]:
+    def warnings(self, resolved: ResolvedRequest) -> list[str]:
         """What of a plan, of the LoRAs or of the prefix's place was not as asked."""
         turbo = [(lora.name, lora.turbo) for lora, strength in self.loras if strength and lora.turbo]
-        unfit = turbo_warnings(plan.schedule.kind, plan.schedule.steps, 1.0, turbo)
-        vain = [*without_effect(self.kv_device, self.device.type != "cpu"), *self._graphs_in_vain(plan)]
-        return [*self.notes, *plan.warnings, *unfit, *(line for lora, _ in self.loras for line in lora.warnings), *vain]
+        unfit = turbo_warnings(resolved.schedule.kind, resolved.schedule.steps, 1.0, turbo)
+        vain = [*ineffective_flags(self.kv_device, self.device.type != "cpu"), *self._ineffective_cuda_graph(resolved)]
+        return [
+            *self.notes,
+            *resolved.warnings,
+            *unfit,
+            *(line for lora, _ in self.loras for line in lora.warnings),
+            *vain,
+        ]
 
-    def _graphs_in_vain(self, plan: Plan) -> list[str]:
+    def _ineffective_cuda_graph(self, resolved: ResolvedRequest) -> list[str]:
         """Why a run that shall record steps will not."""
         if not self.cuda_graph:
             return []
         gpu = self.device.type == "cuda"
-        return graph.without_effect(gpu, plan.schedule.steps, plan.request.prefix_cache, self.attention)
+        return graph.ineffective_flags(gpu, resolved.schedule.steps, resolved.request.prefix_cache, self.attention)
 
     def identity(self, codec: str) -> ModelIdentity:
         """What the K and V of this pipeline's prefixes depend on besides their inputs."""
@@ -306,7 +318,7 @@ class Pipeline:
     def placement(self, working: int) -> Placement:
         """Where prefixes are kept beside `working` bytes of activations."""
         free, ram = self._free_bytes, estimate.available_ram
-        return Placement(self.kv_device, self.device, working, self.store, free, ram, self._give_up)
+        return Placement(self.kv_device, self.device, working, self.store, free, ram, self._evict)
 
     def fits_together(self) -> bool:
         """Whether all three networks may stay loaded: they take at most half of the free memory."""
@@ -329,18 +341,18 @@ class Pipeline:
         """The VAE's values can exceed what fp16 holds, so fp16 runs decode in fp32."""
         return torch.float32 if self.dtype == torch.float16 else self.dtype
 
-    def _make_room(self, nbytes: int) -> None:
+    def _reserve(self, nbytes: int) -> None:
         """Have stored prefixes leave the device, as far as it lacks so much free memory."""
         if self.device.type != "cpu" and (lacking := nbytes - self._free_bytes()) > 0:
-            self._give_up(lacking)
+            self._evict(lacking)
 
-    def _give_up(self, nbytes: int, sparing: Sequence[Unit] = ()) -> int:
+    def _evict(self, nbytes: int, exclude: Sequence[KVBlock] = ()) -> int:
         """Move so many bytes of stored prefixes from the device to RAM, older ones first; returns how many."""
-        return self.store.release(nbytes, self.device, "memory was short", to=RAM, sparing=sparing)
+        return self.store.release(nbytes, self.device, "memory was short", to=RAM, exclude=exclude)
 
-    def _make_room_for_vae(self, size: tuple[int, int], decode: bool) -> None:
+    def _reserve_for_vae(self, size: tuple[int, int], decode: bool) -> None:
         peak = vae_tiling.peak_bytes(self.files.vae.config, *size, self._vae_dtype, decode=decode)
-        self._make_room(int(peak * vae_tiling.WORKSPACE))
+        self._reserve(int(peak * vae_tiling.WORKSPACE))
 
     @property
     def _vae_budget(self) -> int:

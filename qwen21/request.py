@@ -27,7 +27,7 @@ MAX_STEPS = 1000
 SEEDS = 2**64
 MAX_SIDE = 16384  # pixels
 MIN_DENOISE = 0.001
-BENT = 1.05  # so much the grid of 32 pixels may change a picture's shape, which at usual sizes is less
+MAX_ASPECT_CHANGE = 1.05  # so much the grid of 32 pixels may change a picture's shape, which at usual sizes is less
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ResolvedRequest:
     """A request with everything decided that needs no weights."""
 
     request: Request
@@ -89,13 +89,13 @@ class Plan:
         return self.request.negative is not None and any(guides(value) for value in self.cfg)
 
 
-def make_plan(request: Request, files: ModelFiles) -> Plan:
+def resolve_request(request: Request, files: ModelFiles) -> ResolvedRequest:
     """Check a request and decide sizes, schedule, guidance and noise. Loads nothing."""
     decided = decide(request, files)
     return replace(decided, references=tuple(prepare_references(request.references, request.resolution)))
 
 
-def decide(request: Request, files: ModelFiles) -> Plan:
+def decide(request: Request, files: ModelFiles) -> ResolvedRequest:
     """The plan but for its references. Of the request's pictures only `size` is asked, so none has to be read."""
     warnings: list[str] = []
     _check_request(request)
@@ -115,7 +115,7 @@ def decide(request: Request, files: ModelFiles) -> Plan:
     if request.negative is not None:
         warnings += turbo_warnings(schedule.kind, schedule.steps, max([1.0, *filter(guides, cfg)]))
     seed = noise_seed(request.seed, len(resized), request.edit_noise)
-    return Plan(request, (), size, schedule, tuple(cfg), seed, tuple(warnings))
+    return ResolvedRequest(request, (), size, schedule, tuple(cfg), seed, tuple(warnings))
 
 
 def _check_request(request: Request) -> None:
@@ -168,9 +168,9 @@ def _stretched(request: Request, size: Size) -> list[str]:
 
 
 def _differ(size: Size, other: Size) -> bool:
-    """Whether two shapes differ by more than `BENT`."""
+    """Whether two shapes differ by more than `MAX_ASPECT_CHANGE`."""
     a, b = size[0] * other[1], size[1] * other[0]
-    return max(a, b) > BENT * min(a, b)
+    return max(a, b) > MAX_ASPECT_CHANGE * min(a, b)
 
 
 def _by(size: Size) -> str:

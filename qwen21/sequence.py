@@ -89,25 +89,25 @@ class PrefixLayout:
         return self.segments[-1].stop if self.segments else 0
 
     @property
-    def units(self) -> tuple[tuple[Segment, ...], ...]:
+    def kv_blocks(self) -> tuple[tuple[Segment, ...], ...]:
         """The segments in the runs that are computed together: a text with the image that follows it.
 
-        The few tokens between two references would each cost a pass over all weights; together they cost none. A unit
-        depends on nothing behind it, so a head of units rounds the same whatever follows.
+        The few tokens between two references would each cost a pass over all weights; together they cost none. A KV
+        block depends on nothing behind it, so a head of KV blocks rounds the same whatever follows.
         """
-        units: list[tuple[Segment, ...]] = []
+        kv_blocks: list[tuple[Segment, ...]] = []
         waiting: tuple[Segment, ...] = ()
         for segment in self.segments:
             waiting = (*waiting, segment)
             if isinstance(segment, ImageSegment):
-                units.append(waiting)
+                kv_blocks.append(waiting)
                 waiting = ()
-        return (*units, waiting) if waiting else tuple(units)
+        return (*kv_blocks, waiting) if waiting else tuple(kv_blocks)
 
     @property
-    def unit_tokens(self) -> tuple[int, ...]:
-        """Tokens of each unit."""
-        return tuple(unit[-1].stop - unit[0].offset for unit in self.units)
+    def kv_block_tokens(self) -> tuple[int, ...]:
+        """Tokens of each KV block."""
+        return tuple(kv_block[-1].stop - kv_block[0].offset for kv_block in self.kv_blocks)
 
     @property
     def references(self) -> int:

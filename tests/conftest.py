@@ -40,13 +40,13 @@ def prefilled(monkeypatch):
     """Tokens of each unit that was prefilled."""
     from qwen21.models.dit import DiT
 
-    tokens, original = [], DiT._prefill_unit
+    tokens, original = [], DiT._prefill_kv_block
 
     def counted(self, unit, *args):
         tokens.append(unit.tokens)
         return original(self, unit, *args)
 
-    monkeypatch.setattr(DiT, "_prefill_unit", counted)
+    monkeypatch.setattr(DiT, "_prefill_kv_block", counted)
     return tokens
 
 
@@ -70,10 +70,10 @@ def fast_paths(request):
     from qwen21.ops.pointwise import EAGER, CompiledKernels
     from qwen21.ops.pointwise_kitchen import KitchenKernels
     from qwen21.pipeline import Pipeline
-    from qwen21.prefix import Joined
+    from qwen21.prefix import ContiguousKV
 
     kernels, load = {"compiled": CompiledKernels, "kitchen": KitchenKernels}[chosen](), Pipeline._network
-    attend, choice = sdpa, attention_backends.choose
+    attend, choice = sdpa, attention_backends.choose_attention
     if chosen == "compiled":
         attend = choice("compiled", attention_backends.Shape(16, 16, 2, 128), torch.float32, torch.device("cpu"))[1]
     else:
@@ -90,7 +90,7 @@ def fast_paths(request):
 
     def join(self, prefix, rows):
         tokens, config = self.plan.grid[0] * self.plan.grid[1], self.dit.config
-        return Joined(prefix, tokens, config.layers, self.pipeline.device, self.pipeline.dtype)
+        return ContiguousKV(prefix, tokens, config.layers, self.pipeline.device, self.pipeline.dtype)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(DiT.__init__.__kwdefaults__, "kernels", kernels)
@@ -98,7 +98,7 @@ def fast_paths(request):
         patch.setattr("qwen21.pipeline.choose", choose)
         patch.setattr("qwen21.ops.pointwise_kitchen.uncompiled", lambda device: kernels)
         patch.setattr(Pipeline, "_network", network)
-        patch.setattr(Branch, "_join", join)
+        patch.setattr(Branch, "_lay_out", join)
         defaults = (kernels if default is EAGER else default for default in Pipeline.__init__.__defaults__)
         patch.setattr(Pipeline.__init__, "__defaults__", tuple(defaults))
         yield

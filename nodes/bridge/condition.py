@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...qwen21.errors import UserError
-from ...qwen21.prefix import Origins, Prefix, PrefixInputs, Reuse, unit_keys
+from ...qwen21.prefix import Origins, Prefix, PrefixInputs, Reuse, kv_block_keys
 from ...qwen21.sequence import PrefixLayout, prefix_layout, settle_slots
 from ..common import LATENTS, ORIGIN, SLOTS
 from ..titles import ENCODE_PROMPT
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 class Condition:
     """One side of the guidance for one run: texts [T, W], normalised latents [64, h, w], slots, and its prefixes.
 
-    `keys` are the names of each text's units in the prefix store. Without attributes `dtype` or `device`: ComfyUI
+    `keys` are the names of each text's KV blocks in the prefix store. Without attributes `dtype` or `device`: ComfyUI
     would cast it like a tensor.
     """
 
@@ -72,7 +72,7 @@ def condition_of(cond: Mapping[str, Any], normalise: Callable[[Tensor], Tensor])
     if warning:
         log.warning("Qwen-Image 2.1: %s", warning)
     origins = Origins.from_facts(cond.get(ORIGIN) or {})
-    keys = [unit_keys(text, latents, slots, origins) for text in texts]
+    keys = [kv_block_keys(text, latents, slots, origins) for text in texts]
     references = [normalise(latent)[0] for latent in latents]
     return Condition(texts, references, slots, keys, stable=cond.get("hooks") is None)
 

@@ -15,7 +15,7 @@ import folder_paths
 import torch
 
 from ...qwen21.checkpoint.load import fill, find_encoder, module_of
-from ...qwen21.encode_cache import KeptHeads
+from ...qwen21.encode_cache import ReferenceContexts
 from ...qwen21.errors import UserError
 from ...qwen21.inputs.prompt import Reference
 from .host import check_cancel, encoder_dtype, precision, stored_as
@@ -37,7 +37,7 @@ class Qwen21Encoder:
         # what its states depend on besides their inputs
         self.identity = f"{module.made_of} {stored} {module.compute_dtype} {patcher.load_device.type}"
         self._features: OrderedDict[str, Any] = OrderedDict()
-        self._heads = KeptHeads()
+        self._contexts = ReferenceContexts()
 
     def encode(self, prompt: str, references: Sequence[Reference] = (), keep_image_pads: bool = False) -> Any:
         """`TextStates` of a prompt behind its references, on the encoder's device."""
@@ -52,10 +52,10 @@ class Qwen21Encoder:
             device=device,
             keep_image_pads=keep_image_pads,
             features=self._features,
-            heads=self._heads,
+            contexts=self._contexts,
             check_cancel=check_cancel,
         )
-        self._heads.settle(text.digests)
+        self._contexts.keep_only(text.digests)
         # Kept in RAM: nothing would ever take them off the device.
         for reference in (each for each in references if each.digest in self._features):
             features = self._features[reference.digest]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...qwen21.errors import UserError
-from ...qwen21.lora.apply import LARGEST_STRENGTH, describe
+from ...qwen21.lora.apply import LARGEST_STRENGTH, lora_facts
 from ...qwen21.lora.read import Adapter, Lora, read_lora
 from ..titles import LOAD_DIT
 from .model import is_cores, is_ours
@@ -72,7 +72,7 @@ def with_lora(patcher: Any, path: Path, strength: float) -> tuple[Any, Lora]:
     clone = patcher.clone()
     patches = {f"diffusion_model.{layer}.weight": patch_of(adapter) for layer, adapter in lora.adapters.items()}
     clone.add_patches(patches, strength)
-    facts = describe(lora, strength) | {"unmatched": list(lora.unmatched)}
+    facts = lora_facts(lora, strength) | {"unmatched": list(lora.unmatched)}
     facts |= {"turbo": lora.turbo} if lora.turbo else {}
     clone.set_attachments(ATTACHED, [*attached(patcher), facts])
     return clone, lora

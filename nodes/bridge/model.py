@@ -144,10 +144,10 @@ class Qwen21Model(_LoraBase):
 
     def extra_conds_shapes(self, **kwargs: Any) -> dict[str, list[int]]:
         condition = condition_of(kwargs, self.process_latent_in)
-        units = [condition.layout(row).unit_tokens for row in range(len(condition.texts))]
+        kv_blocks = [condition.layout(row).kv_block_tokens for row in range(len(condition.texts))]
         sizes = {
-            "": max(map(sum, units)),
-            "_unit": max(map(max, units)),
+            "": max(map(sum, kv_blocks)),
+            "_unit": max(map(max, kv_blocks)),
             "_bytes": self.prefix_store.bytes_to_come(condition),
         }
         return {f"qwen21{name}": [1, 1, size] for name, size in sizes.items()}
@@ -158,9 +158,9 @@ class Qwen21Model(_LoraBase):
         names = ("qwen21", "qwen21_unit", "qwen21_bytes")
         prefixes, largest, to_come = ([shape[-1] for shape in shapes.get(name, [])] for name in names)
         tokens, longest = input_shape[-1] * input_shape[-2], max(prefixes, default=0)
-        unit = max(largest, default=0)
-        units = [n for n in (longest - unit, unit) if n]
-        working = working_bytes(self.diffusion_model.config, input_shape[0], tokens, units, self.compute_dtype)
+        kv_block = max(largest, default=0)
+        kv_blocks = [n for n in (longest - kv_block, kv_block) if n]
+        working = working_bytes(self.diffusion_model.config, input_shape[0], tokens, kv_blocks, self.compute_dtype)
         return working + sum(to_come) + self._unpacking()
 
     def _unpacking(self) -> int:

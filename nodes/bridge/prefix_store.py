@@ -18,9 +18,9 @@ from ...qwen21.prefix import (
     Placement,
     Prefix,
     Reuse,
+    kv_block_bytes,
     prefix_for_now,
     prefix_through,
-    unit_bytes,
 )
 from ...qwen21.system_memory import GIB
 from .host import free_bytes, free_ram
@@ -74,7 +74,9 @@ class PrefixStore:
         where its weights, patches and hooks are in force; `prefilling` goes to `DiT.prefill`."""
         settings = PrefixSettings(**options.get(OPTIONS, {}))
         dit, inputs = self._model.diffusion_model, condition.inputs(row, x)
-        working = working_bytes(dit.config, x.shape[0], x.shape[-1] * x.shape[-2], inputs.layout.unit_tokens, x.dtype)
+        working = working_bytes(
+            dit.config, x.shape[0], x.shape[-1] * x.shape[-2], inputs.layout.kv_block_tokens, x.dtype
+        )
         placement = self._placement(settings, working, x.device)
         codec = inputs.codec(settings.storage, dit, *placement.room())
         kind = "off"
@@ -94,7 +96,7 @@ class PrefixStore:
         def free() -> int:
             return free_bytes(self._model.current_patcher, device)
 
-        return Placement(settings.device, device, working, self.patcher.store, free, free_ram, self.patcher.give_up)
+        return Placement(settings.device, device, working, self.patcher.store, free, free_ram, self.patcher.evict)
 
     def _identity(self, patcher: Any, x: Tensor, codec: str, options: dict[str, Any]) -> ModelIdentity:
         require_visible(patcher, options)
@@ -134,12 +136,12 @@ class PrefixStore:
                 if key not in self._counted
             ]
             self._counted.update(key for key, _ in unseen)
-            total += sum(unit_bytes(config, tokens, dtype, codec) for _, tokens in unseen)
+            total += sum(kv_block_bytes(config, tokens, dtype, codec) for _, tokens in unseen)
         return total
 
     def _absent(self, condition: Condition, row: int, settings: PrefixSettings, codec: str) -> list[tuple[str, int]]:
-        """Key and tokens of the units of a text that are not on the device."""
-        keys, tokens = condition.keys[row], condition.layout(row).unit_tokens
+        """Key and tokens of the KV blocks of a text that are not on the device."""
+        keys, tokens = condition.keys[row], condition.layout(row).kv_block_tokens
         present = 0
         if self._patcher is not None and settings.cache and condition.stable:
             x = torch.empty(0, dtype=self._model.compute_dtype, device=self.device)

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from ...qwen21.errors import UserError
 from ...qwen21.ops.quantized import (
-    Packed,
     QuantEmbedding,
+    QuantizedWeight,
     QuantLayers,
     QuantLinear,
     dequantized,
-    packed_linear,
-    packed_rows,
+    quantized_linear,
+    quantized_rows_of,
 )
 
 
@@ -31,9 +31,9 @@ class _Placed(comfy.ops.CastWeightBiasOp):
     Modules of this base class are what ComfyUI leaves in RAM where a model does not fit.
     """
 
-    def packed_on(self, device: torch.device) -> Packed:
+    def packed_on(self, device: torch.device) -> QuantizedWeight:
         packed = self.packed
-        return Packed(_on(packed.data, device), _on(packed.scale, device), packed.group)
+        return QuantizedWeight(_on(packed.data, device), _on(packed.scale, device), packed.group)
 
 
 def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
@@ -49,7 +49,7 @@ class ComfyQuantLinear(QuantLinear, _Placed):
         for function in self.bias_function:
             bias = function(bias.clone())
         if not self.weight_function:
-            return packed_linear(x, packed, bias, self.rotation)
+            return quantized_linear(x, packed, bias, self.rotation)
         weight = dequantized(packed)  # patches are of the basis that was not rotated
         for function in self.weight_function:
             weight = function(weight)
@@ -58,7 +58,7 @@ class ComfyQuantLinear(QuantLinear, _Placed):
     def convert_weight(self, codes: Tensor, inplace: bool = False, **_: Any) -> Tensor:
         """The numbers that codes in floating point stand for. ComfyUI asks where it mixes models."""
         scale = _on(self.weight_scale, codes.device)
-        return dequantized(Packed(codes, scale, self.packed.group), codes.dtype)
+        return dequantized(QuantizedWeight(codes, scale, self.packed.group), codes.dtype)
 
 
 class ComfyQuantEmbedding(QuantEmbedding, _Placed):
@@ -66,7 +66,7 @@ class ComfyQuantEmbedding(QuantEmbedding, _Placed):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., width], fp32."""
-        return packed_rows(ids, self.packed_on(ids.device), self.rotation)
+        return quantized_rows_of(ids, self.packed_on(ids.device), self.rotation)
 
 
 LAYERS = QuantLayers(ComfyQuantLinear, ComfyQuantEmbedding)

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from ...qwen21.memory.estimate import store_budget, total_ram
-from ...qwen21.prefix import Store, Unit
+from ...qwen21.prefix import KVBlock, Store
 from .host import free_ram
 
 SPARE_RAM = 0.1  # of the machine's RAM stays free of prefixes
-PRESSED = "ComfyUI needed the memory"
+EVICTED_FOR_HOST = "ComfyUI needed the memory"
 
 
-class _Shelf(nn.Module):
+class _StoreModule(nn.Module):
     """What ComfyUI takes for the model. It has no parameters: the patcher answers for its size."""
 
     def __init__(self, device: torch.device) -> None:
@@ -36,7 +36,7 @@ class StorePatcher(comfy.model_patcher.ModelPatcher):
     def __init__(self, load_device: torch.device) -> None:
         self.store = Store(store_budget())
         self.load_device = load_device  # ComfyUI 0.3.64 asks for the size while it is being made
-        super().__init__(_Shelf(load_device), load_device, torch.device("cpu"))
+        super().__init__(_StoreModule(load_device), load_device, torch.device("cpu"))
 
     def register(self) -> None:
         """Be among the loaded models, if there is anything to yield."""
@@ -66,21 +66,21 @@ class StorePatcher(comfy.model_patcher.ModelPatcher):
 
     def partially_unload(self, device_to: Any, memory_to_free: float = 0, force_patch_weights: bool = False) -> int:
         """Free so many bytes of the load device, oldest prefixes first."""
-        return self.give_up(int(min(memory_to_free, self.loaded_size())))
+        return self.evict(int(min(memory_to_free, self.loaded_size())))
 
     def detach(self, unpatch_all: bool = True) -> Any:
         """With `unpatch_all` leave the load device. Without, ComfyUI only reorders its list, as on every load."""
         if unpatch_all:
-            self.give_up(self.loaded_size())
+            self.evict(self.loaded_size())
         return self.model
 
-    def give_up(self, nbytes: int, sparing: Sequence[Unit] = ()) -> int:
-        """Free `nbytes` of the load device, but not those of units about to be used; returns what was freed."""
+    def evict(self, nbytes: int, exclude: Sequence[KVBlock] = ()) -> int:
+        """Free `nbytes` of the load device, but not those of KV blocks about to be used; returns what was freed."""
         store, device = self.store, self.load_device
         if device.type == "cpu":
-            return store.release(nbytes, device, PRESSED, sparing=sparing)
+            return store.release(nbytes, device, EVICTED_FOR_HOST, exclude=exclude)
         fits = max(0, free_ram() - int(SPARE_RAM * total_ram()))
-        freed = store.release(nbytes, device, PRESSED, to=torch.device("cpu"), most=fits, sparing=sparing)
+        freed = store.release(nbytes, device, EVICTED_FOR_HOST, to=torch.device("cpu"), most=fits, exclude=exclude)
         if freed < nbytes:
-            freed += store.release(nbytes - freed, device, PRESSED, sparing=sparing)
+            freed += store.release(nbytes - freed, device, EVICTED_FOR_HOST, exclude=exclude)
         return freed

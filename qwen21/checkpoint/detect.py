@@ -11,7 +11,7 @@ from ..config.networks import DiTConfig, EncoderConfig, VAEConfig
 from ..config.validate import printable
 from ..errors import UserError
 from .names import DIT_MARKS, Source, dit_prefix, dit_sources, encoder_sources, is_comfy_vae, vae_sources
-from .quant_formats import Packing, Storage, Tensors, storage_of
+from .quant_formats import Storage, Tensors, WeightStorage, storage_of
 from .safetensors_file import Checkpoint, CutShort, open_checkpoint
 
 SLOTS = {
@@ -30,7 +30,7 @@ UNKNOWN = "unknown"  # the kind of what nothing here recognises
 
 
 # Models that people put into the wrong slot, by parts of keys that only they have. The first that fits names the file.
-STRANGERS = {
+FOREIGN_FILES = {
     ("double_blocks.", "single_blocks.", "single_transformer_blocks."): "a Flux-like transformer",
     ("joint_blocks.", ".ff_context."): "a Stable Diffusion 3 transformer",
     ("attn.add_q_proj", "img_mlp.net.", "txt_mlp.net."): "the older 20B Qwen-Image transformer",
@@ -63,7 +63,7 @@ class Identity:
     quantization: str = ""
     config: Any = None
     sources: Mapping[str, Source] | None = None
-    packings: Mapping[str, Packing] = field(default_factory=dict)
+    packings: Mapping[str, WeightStorage] = field(default_factory=dict)
     turbo_hint: bool = False
     damage: str = ""
 
@@ -151,7 +151,7 @@ def _control(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
 
 
 def _strange(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
-    title = next((title for parts, title in STRANGERS.items() if _has(storage.tensors, *parts)), None)
+    title = next((title for parts, title in FOREIGN_FILES.items() if _has(storage.tensors, *parts)), None)
     return Identity("other", title) if title else None
 
 

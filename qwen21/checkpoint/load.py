@@ -26,7 +26,7 @@ from .detect import SLOTS, Identity, expect, open_named
 from .names import Source
 from .places import Places
 from .quant_formats import DTYPES, FLOATS
-from .safetensors_file import Checkpoint, blaming, is_file, is_folder, parse_json, probe, read_json
+from .safetensors_file import Checkpoint, errors_naming, is_file, is_folder, parse_json, probe, read_json
 from .weights import Weights, check_storage
 
 HEADER_CONFIG = "qwen21_config"  # a component's config.json within the header of a single file
@@ -133,10 +133,10 @@ def folder_schedule(folder: Path) -> tuple[ScheduleConfig, bool]:
     index, scheduler = folder / "model_index.json", folder / "scheduler" / "scheduler_config.json"
     sigmas = read_json(index).get("sample_sigmas")
     if sigmas is not None:
-        with blaming(index):
+        with errors_naming(index):
             sigmas = sample_sigmas(sigmas)
     numbers = read_json(scheduler) if probe(scheduler) else {}
-    with blaming(scheduler):
+    with errors_naming(scheduler):
         return ScheduleConfig.from_diffusers(numbers, sigmas), sigmas is not None
 
 
@@ -179,13 +179,13 @@ def component_of(checkpoint: Checkpoint, identity: Identity) -> Component:
     """
     part, file = Component(checkpoint, identity, identity.config), checkpoint.path / "config.json"
     if checkpoint.files != (checkpoint.path,) and probe(file):
-        with blaming(file):
+        with errors_naming(file):
             part = Component(checkpoint, identity, _checked_config(read_json(file), part))
     elif HEADER_CONFIG in checkpoint.metadata:
-        with blaming(checkpoint.path):
+        with errors_naming(checkpoint.path):
             values = parse_json(checkpoint.metadata[HEADER_CONFIG], f"the header's {HEADER_CONFIG}")
             part = Component(checkpoint, identity, _checked_config(values, part))
-    with blaming(checkpoint.path):
+    with errors_naming(checkpoint.path):
         if isinstance(part.config, EncoderConfig):
             part.config.require_buildable()
     return part

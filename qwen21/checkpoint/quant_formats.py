@@ -58,7 +58,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 @dataclass(frozen=True)
-class Packing:
+class WeightStorage:
     """How one quantized weight is stored: `kind` int8 or fp8, the key of its scale, and its rotation's group size.
 
     The scale holds one value, or one for each row; without a key it is 1. A group of 0 means no rotation.
@@ -88,7 +88,7 @@ class Storage:
     """
 
     tensors: Tensors
-    packings: Mapping[str, Packing] = field(default_factory=dict)
+    packings: Mapping[str, WeightStorage] = field(default_factory=dict)
     foreign: str = ""
     damage: str = ""
 
@@ -128,7 +128,7 @@ def _is_companion(tensors: Tensors, key: str) -> bool:
     return any(key.endswith(end) and key.removesuffix(end) + ".weight" in tensors for end in SCALES)
 
 
-def _packing(tensors: Tensors, key: str, markers: Mapping[str, Mapping[str, Any]]) -> Packing | None:
+def _packing(tensors: Tensors, key: str, markers: Mapping[str, Mapping[str, Any]]) -> WeightStorage | None:
     """The packing of a tensor of one of the packed dtypes; None for markers and scales."""
     if _is_companion(tensors, key):
         return None
@@ -137,7 +137,7 @@ def _packing(tensors: Tensors, key: str, markers: Mapping[str, Mapping[str, Any]
     if scale is None:
         if info.dtype == "I8":
             raise UserError(f"tensor {short(key)} is int8 but has no weight_scale; download the file again")
-        return Packing("fp8")
+        return WeightStorage("fp8")
     rows = info.shape[0] if info.shape else 1
     shape = tensors[scale].shape
     count = math.prod(shape)
@@ -147,7 +147,7 @@ def _packing(tensors: Tensors, key: str, markers: Mapping[str, Mapping[str, Any]
             f"{rows} rows; take another release of this file"
         )
     group = _group(markers.get(layer, {}), layer, info) if info.dtype == "I8" else 0
-    return Packing(KINDS[info.dtype], scale, per_row=count > 1, group=group)
+    return WeightStorage(KINDS[info.dtype], scale, per_row=count > 1, group=group)
 
 
 def _group(marker: Mapping[str, Any], layer: str, info: TensorInfo) -> int:

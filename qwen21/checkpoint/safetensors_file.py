@@ -25,7 +25,7 @@ DTYPE_BYTES = {
 }  # fmt: skip
 BRACE = b"{"  # every safetensors header begins with one, behind the eight bytes of its length
 # What files begin with that are none of ours. The length of a header may begin with the same bytes: 640 is a pickle's.
-STRANGERS = {
+FOREIGN_FILES = {
     b"GGUF": "a GGUF file; expected safetensors, so take the .safetensors release of this model",
     b"PK\x03\x04": "a PyTorch pickle archive, which can run code; expected safetensors",
     **{b"\x80" + bytes([n]): "a Python pickle, which can run code; expected safetensors" for n in range(2, 6)},
@@ -185,7 +185,7 @@ def _shown(path: Path) -> str:
 
 
 @contextmanager
-def blaming(path: Path) -> Iterator[None]:
+def errors_naming(path: Path) -> Iterator[None]:
     """Errors about a file's content, with the file's name in front."""
     try:
         yield
@@ -220,7 +220,7 @@ def _no_header(start: bytes, size: int, raw: bytes, error: Exception) -> str:
 
     What a file of another kind begins with says so only where no header does: its length may look the same.
     """
-    strangers = (what for magic, what in STRANGERS.items() if start.startswith(magic))
+    strangers = (what for magic, what in FOREIGN_FILES.items() if start.startswith(magic))
     if start[8:9] != BRACE and (what := next(strangers, None)):
         return f"this is {what}"
     if size <= 8:
@@ -314,7 +314,7 @@ def _shards(folder: Path, index: Path) -> tuple[Path, ...]:
     for name in sorted(set(weight_map.values())):
         if name != Path(name).name or name in (".", ".."):
             raise UserError(f"{index}: shard {short(name)} lies outside the model's folder, which is not allowed")
-        with blaming(index):
+        with errors_naming(index):
             found = is_file(folder / name)
         if not found:
             count = len(set(weight_map.values()))

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from ..config.validate import short
 from ..errors import UserError
-from ..ops.quantized import E4M3, Fp8, Packed, QuantLayers, dequantized, fp8_scales, hadamard, to_e4m3_range_
+from ..ops.quantized import E4M3, Fp8, QuantizedWeight, QuantLayers, dequantized, fp8_scales, hadamard, to_e4m3_range_
 from .names import Source
-from .quant_formats import FLOATS, Packing
+from .quant_formats import FLOATS, WeightStorage
 from .safetensors_file import Reader
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class Weights:
         packing = self.packings.get(self.sources[name].key)
         value = self._read(self.sources[name]).reshape(shape)
         if packing is not None:
-            packed = Packed(value.to(self.device), self._scale(self.sources[name], packing), packing.group)
+            packed = QuantizedWeight(value.to(self.device), self._scale(self.sources[name], packing), packing.group)
             return dequantized(packed, self.dtype)
         # copy=True: a tensor that maps the file would crash the process if the file changed later
         return value.to(device=self.device, dtype=self.dtype, copy=True)
@@ -59,19 +59,19 @@ class Weights:
         bias = None if plain.bias is None else self.tensor(f"{name}.bias", tuple(plain.bias.shape))
         return self.layers.linear(packed, bias, rotation)
 
-    def _packed(self, name: str, plain: nn.Module) -> Packed | None:
+    def _packed(self, name: str, plain: nn.Module) -> QuantizedWeight | None:
         if not isinstance(plain, (nn.Linear, nn.Embedding)):
             return None
         source = self.sources[name]
         packing = self.packings.get(source.key)
         if packing is not None:
             data = self._read(source).to(device=self.device, copy=True)
-            return Packed(data, self._scale(source, packing), packing.group)
+            return QuantizedWeight(data, self._scale(source, packing), packing.group)
         if self.fp8 and isinstance(plain, nn.Linear) and self.fp8.takes(name.removesuffix(".weight")):
             return self.quantized(source)
         return None
 
-    def quantized(self, *sources: Source, common: Tensor | None = None) -> Packed:
+    def quantized(self, *sources: Source, common: Tensor | None = None) -> QuantizedWeight:
         """The rows of some weights as one in fp8, with a scale per row, or under the `common` one.
 
         No second copy of a weight is in memory: rows pass through a little space, a few at a time.
@@ -85,7 +85,7 @@ class Weights:
             scale[part] = fp8_scales(rows) if common is None else common
             data[part] = to_e4m3_range_(rows, scale[part])
         self._require_finite(scale, sources[0].key)
-        return Packed(data, scale if common is None else common)
+        return QuantizedWeight(data, scale if common is None else common)
 
     def common_scale(self, *sources: Source) -> Tensor:
         """One fp8 scale [1, 1] for weights that are joined."""
@@ -110,7 +110,7 @@ class Weights:
     def _read(self, source: Source) -> Tensor:
         return self.reader.read(source.key, source.rows)
 
-    def _scale(self, source: Source, packing: Packing) -> Tensor | None:
+    def _scale(self, source: Source, packing: WeightStorage) -> Tensor | None:
         """fp32 [rows, 1] or [1, 1]."""
         if packing.scale is None:
             return None

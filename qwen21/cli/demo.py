@@ -33,7 +33,7 @@ NIGHT = Scene((Shape("star", "cyan", "big", "center"),), ("black",))
 
 
 @dataclass(frozen=True)
-class Job:
+class DemoJob:
     """A picture of the demo: its file's name, its prompt, and what the references show."""
 
     name: str
@@ -41,27 +41,27 @@ class Job:
     references: tuple[Scene, ...] = ()
 
 
-def request_of(task: Job | Task, seed: int) -> Request:
+def request_of(task: DemoJob | Task, seed: int) -> Request:
     """Its prompt over its references, at the miniature's size."""
     pictures = tuple(draw(scene, RESOLUTION, RESOLUTION) for scene in task.references)
     return Request(task.prompt, references=pictures, steps=STEPS, resolution=RESOLUTION, seed=seed)
 
 
 JOBS = (
-    Job("paint_1", "A big red circle at the center on a white background."),
-    Job("paint_2", "A big yellow star at the top left on a gradient from black to gray."),
-    Job("paint_3", "A big blue square at the left and a small pink circle at the right on a beige background."),
-    Job("paint_4", "A small green triangle at the top and a big purple square at the bottom on a gray background."),
-    Job("paint_5", "A big orange star at the center on a transparent background."),
-    Job(
+    DemoJob("paint_1", "A big red circle at the center on a white background."),
+    DemoJob("paint_2", "A big yellow star at the top left on a gradient from black to gray."),
+    DemoJob("paint_3", "A big blue square at the left and a small pink circle at the right on a beige background."),
+    DemoJob("paint_4", "A small green triangle at the top and a big purple square at the bottom on a gray background."),
+    DemoJob("paint_5", "A big orange star at the center on a transparent background."),
+    DemoJob(
         "paint_6",
         "A small cyan circle at the top left, a big red triangle at the center and a small yellow square at the bottom "
         "right on a black background.",
     ),
-    Job("edit_1", "Make the red circle blue.", (CORAL,)),
-    Job("edit_2", "Move the yellow star to the bottom right.", (CORAL,)),
-    Job("edit_3", "Make the background transparent.", (MEADOW,)),
-    Job("edit_4", "The shape of <image1> in the color of <image2>.", (MEADOW, NIGHT)),
+    DemoJob("edit_1", "Make the red circle blue.", (CORAL,)),
+    DemoJob("edit_2", "Move the yellow star to the bottom right.", (CORAL,)),
+    DemoJob("edit_3", "Make the background transparent.", (MEADOW,)),
+    DemoJob("edit_4", "The shape of <image1> in the color of <image2>.", (MEADOW, NIGHT)),
 )
 
 
@@ -80,7 +80,7 @@ def run(out: Path, progress: Callable[[], Any]) -> list[Path]:
     return [*paths, path]
 
 
-def contact_sheet(jobs: Sequence[Job], pictures: Sequence[Image.Image]) -> Image.Image:
+def contact_sheet(jobs: Sequence[DemoJob], pictures: Sequence[Image.Image]) -> Image.Image:
     """Every picture behind its references, under its prompt: three prompts a row, then two edits a row."""
     side, gap, top = ZOOM * RESOLUTION, 16, 64
     font = ImageFont.load_default(14)

@@ -16,7 +16,7 @@ from ..lora.names import KINDS, layer_kind, map_keys
 from ..system_memory import GIB
 
 
-def describe(path: Path) -> str:
+def inspect_report(path: Path) -> str:
     """Lines about a checkpoint file, a component's folder or a whole-model folder. `UserError` if it is none."""
     if is_file(path / "model_index.json"):
         return _describe_model(path)

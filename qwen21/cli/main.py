@@ -136,7 +136,7 @@ def build_parser() -> Parser:
 
 def run_generate(a: argparse.Namespace) -> int:
     from ..lora.read import read_lora
-    from ..ops.attention_backends import check as check_attention
+    from ..ops.attention_backends import require_attention as check_attention
     from ..ops.pointwise import CompiledKernels
     from ..ops.pointwise_kitchen import uncompiled
     from ..pipeline import Pipeline, Watch
@@ -239,9 +239,9 @@ class ProgressBar:
 
 
 def run_workflow(a: argparse.Namespace) -> int:
-    from ..clients.comfyui.run import Job, run
+    from ..clients.comfyui.run import WorkflowJob, run
 
-    return run(Job(a.file, a.server, tuple(a.set), tuple(a.image), a.out, a.verbose), ProgressBar)
+    return run(WorkflowJob(a.file, a.server, tuple(a.set), tuple(a.image), a.out, a.verbose), ProgressBar)
 
 
 def run_plan(a: argparse.Namespace) -> int:
@@ -251,9 +251,9 @@ def run_plan(a: argparse.Namespace) -> int:
 
 
 def run_inspect(a: argparse.Namespace) -> int:
-    from .inspect import describe
+    from .inspect import inspect_report
 
-    print(describe(mini.located(a.path)), flush=True)
+    print(inspect_report(mini.located(a.path)), flush=True)
     return 0
 
 

@@ -18,12 +18,12 @@ from ..inputs.tokenizer import load_tokenizer
 from ..lora.read import find_lora
 from ..memory import estimate
 from ..memory.choose import Misfit
-from ..memory.plan import Job, MemoryPlan, plan_memory
-from ..memory.show import describe, draw
-from ..ops.attention_backends import check as check_attention
+from ..memory.plan import MemoryJob, MemoryPlan, plan_memory
+from ..memory.show import draw, plan_report
+from ..ops.attention_backends import require_attention as check_attention
 from ..ops.quantized import Fp8
-from ..prefix.placement import without_effect
-from ..request import Plan, Request, decide
+from ..prefix.placement import ineffective_flags
+from ..request import Request, ResolvedRequest, decide
 from ..sampling import cuda_graph
 from ..sampling.schedule import turbo_warnings
 from ..system_memory import GIB
@@ -46,7 +46,7 @@ def run(a: argparse.Namespace, files: ModelFiles) -> int:
     made, warnings = plan_of(a, files)
     for warning in warnings:
         print(f"qwen21: warning: {warning}", file=sys.stderr)
-    print(describe(made), flush=True)
+    print(plan_report(made), flush=True)
     if a.picture:
         images.save_png(draw(made), a.picture)
     return 0 if made.choice.fits else EXIT_MISFIT
@@ -70,9 +70,9 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
     strengths = [strength for _, strength in a.lora]
     turbo = [(lora.name, lora.turbo) for lora, s in zip(planner.loras, strengths, strict=True) if s and lora.turbo]
     lines += turbo_warnings(decided.schedule.kind, decided.schedule.steps, 1.0, turbo)
-    lines += without_effect(a.kv_device, gpu)
+    lines += ineffective_flags(a.kv_device, gpu)
     if a.cuda_graph:
-        lines += cuda_graph.without_effect(gpu, decided.schedule.steps, a.prefix_cache == "on", a.attention)
+        lines += cuda_graph.ineffective_flags(gpu, decided.schedule.steps, a.prefix_cache == "on", a.attention)
     lines += [told] if told else []
     if not made.choice.fits and (other := planner.fitting(job)):
         lines.append(f"this run does not fit; --dtype {other} would")
@@ -91,7 +91,7 @@ def settle(
             decided.append(decide(opened_request(job, pictures.look) if number > 1 else first, files))
     files.check(encodes=any(plan.request.encodes for plan in decided))
     planner = Planner(a, files, free_bytes(outputs.pick_device(a.device)))
-    numbers: dict[Job, int] = {}
+    numbers: dict[MemoryJob, int] = {}
     for number, (job, plan) in enumerate(zip(jobs, decided, strict=True), 1):
         with naming(number, jobs):
             numbers.setdefault(planner.job(job, plan), number)
@@ -121,12 +121,12 @@ class Planner:
         self.loras = [find_lora(path, files.dit.config) for path, _ in a.lora]
         self.tokenizer = load_tokenizer(files.tokenizer)
 
-    def job(self, a: argparse.Namespace, decided: Plan) -> Job:
+    def job(self, a: argparse.Namespace, decided: ResolvedRequest) -> MemoryJob:
         """A job in numbers, by its own flags `a` and what was `decided` of them."""
         references = [reference_size(*picture.size, a.resolution) for picture in decided.request.references]
         grids = [(1, height // LATENT_PIXELS, width // LATENT_PIXELS) for width, height in references]
         prompts = [a.prompt or "", *([a.negative] if decided.guided else [])]
-        return Job.of(
+        return MemoryJob.of(
             [layout_tokens(prompt, self.tokenizer, grids) for prompt in prompts],
             references,
             decided.size,
@@ -135,7 +135,7 @@ class Planner:
             shared=a.prefix_cache == "on",
         )
 
-    def plan(self, job: Job, dtype: torch.dtype, fp8: Fp8 | None = None) -> MemoryPlan:
+    def plan(self, job: MemoryJob, dtype: torch.dtype, fp8: Fp8 | None = None) -> MemoryPlan:
         """The plan of a job computed in `dtype`; `fp8`: as if the flags asked for it."""
         return plan_memory(
             {"dit": self.files.dit, "encoder": self.files.encoder, "vae": self.files.vae},
@@ -152,7 +152,7 @@ class Planner:
             budget=budget_of(self.a),
         )
 
-    def dtype(self, jobs: Iterable[Job]) -> tuple[torch.dtype, str]:
+    def dtype(self, jobs: Iterable[MemoryJob]) -> tuple[torch.dtype, str]:
         """The first of the dtypes asked for in which all jobs fit, else the last; and a line where it is not the
         first."""
         first, *others = outputs.dtypes(self.a.dtype, self.device)
@@ -160,7 +160,7 @@ class Planner:
             return first, ""
         return others[-1], f"computed in {name_of(others[-1])}, for in {name_of(first)} {misfit.fact}"
 
-    def require(self, job: Job, dtype: torch.dtype) -> None:
+    def require(self, job: MemoryJob, dtype: torch.dtype) -> None:
         """Refuse a job that does not fit: `UserError` that names what would."""
         if (misfit := self._misfit([job], dtype)) is None:
             return
@@ -168,7 +168,7 @@ class Planner:
         remedy = f"take --dtype {other}, which fits" if other else misfit.remedy.rstrip(",")
         raise UserError(f"does not fit: computed in {name_of(dtype)}, {misfit.fact}; {remedy}, or try with --force")
 
-    def fitting(self, job: Job) -> str | None:
+    def fitting(self, job: MemoryJob) -> str | None:
         """The name of another dtype in which a job fits: narrower than the one asked for, but no more than needed."""
         for name in NARROWER[self.a.dtype]:
             fp8 = Fp8(tuple(self.a.keep)) if name == "fp8" else None
@@ -176,7 +176,7 @@ class Planner:
                 return name
         return None
 
-    def _misfit(self, jobs: Iterable[Job], dtype: torch.dtype, fp8: Fp8 | None = None) -> Misfit | None:
+    def _misfit(self, jobs: Iterable[MemoryJob], dtype: torch.dtype, fp8: Fp8 | None = None) -> Misfit | None:
         """The first thing that does not fit."""
         found = (misfit for job in jobs for misfit in self.plan(job, dtype, fp8).choice.misfits)
         return next(found, None)

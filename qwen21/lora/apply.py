@@ -38,7 +38,7 @@ class Applied:
     @property
     def report(self) -> list[dict[str, object]]:
         """Of each LoRA its file's name, digest, strength, patched layers by kind, and what matched nothing by name."""
-        return [describe(lora, strength) | {"unmatched": list(lora.unmatched)} for lora, strength in self.loras]
+        return [lora_facts(lora, strength) | {"unmatched": list(lora.unmatched)} for lora, strength in self.loras]
 
     def remove(self) -> None:
         """Take the LoRAs off again: the network computes bit for bit what it did before."""
@@ -55,7 +55,7 @@ class Part:
     gain: Tensor | None
 
 
-class Beside:
+class LoraHook:
     """A forward hook: adds what all LoRAs of one layer add, as one product of their stacked ranks.
 
     With W' = gain * (W + delta) for DoRA, a strength s moves the layer from W to W + s (W' - W); every LoRA refers to
@@ -111,13 +111,13 @@ def apply_loras(network: nn.Module, loras: Sequence[tuple[Lora, float]]) -> Appl
             )
     # By content, so that sums round the same in whatever order they were given.
     active = sorted(((lora, s) for lora, s in loras if s), key=lambda pair: (pair[0].digest, pair[1]))
-    hooks: dict[nn.Module, Beside] = {}
+    hooks: dict[nn.Module, LoraHook] = {}
     for name in dict.fromkeys(name for lora, _ in active for name in lora.adapters):
         layer = network.get_submodule(name)
-        if any(isinstance(hook, Beside) for hook in layer._forward_hooks.values()):
+        if any(isinstance(hook, LoraHook) for hook in layer._forward_hooks.values()):
             raise UserError("this network has LoRAs in force; remove them first, and apply all that are wanted at once")
         patches = [(lora.adapters[name], s) for lora, s in active if name in lora.adapters]
-        hooks[layer] = Beside([Part(adapter, s, _gain(layer, adapter)) for adapter, s in patches])
+        hooks[layer] = LoraHook([Part(adapter, s, _gain(layer, adapter)) for adapter, s in patches])
     return Applied(tuple(loras), tuple(layer.register_forward_hook(hook) for layer, hook in hooks.items()))
 
 
@@ -135,6 +135,6 @@ def dequantized(layer: nn.Module) -> Tensor:
     return layer.dequantized() if isinstance(layer, QuantLinear) else layer.weight.detach()
 
 
-def describe(lora: Lora, strength: float) -> dict[str, object]:
+def lora_facts(lora: Lora, strength: float) -> dict[str, object]:
     """What a manifest says of a LoRA."""
     return {"file": lora.name, "digest": lora.digest, "strength": strength, "matched": lora.matched}

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.detect import identify, is_pdd, open_named, turbo_told
-from ..checkpoint.safetensors_file import Checkpoint, Reader, blaming, is_file, read_json
+from ..checkpoint.safetensors_file import Checkpoint, Reader, errors_naming, is_file, read_json
 from ..config.networks import DiTConfig
 from ..config.validate import flag, printable, short, table
 from ..errors import UserError
@@ -132,7 +132,7 @@ def find_lora(path: Path | str, config: DiTConfig) -> LoraFile:
     are kept as unmatched.
     """
     checkpoint = open_named(path)
-    with blaming(checkpoint.path):
+    with errors_naming(checkpoint.path):
         _require_lora(checkpoint)
         return LoraFile(checkpoint, map_keys(checkpoint.tensors, config), _header_scales(checkpoint))
 
@@ -141,7 +141,7 @@ def read_lora(path: Path | str, config: DiTConfig) -> Lora:
     """Read what `find_lora` finds. Raises `UserError` where it patches nothing, or holds values that are not finite."""
     found = find_lora(path, config)
     checkpoint, keys = found.checkpoint, found.keys
-    with blaming(checkpoint.path):
+    with errors_naming(checkpoint.path):
         adapters: dict[str, Adapter] = {}
         with checkpoint.reader() as reader:
             for entry in keys.entries:

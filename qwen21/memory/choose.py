@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from ..config.networks import LATENT_PIXELS
 from ..models import dit, vae_tiling
-from ..prefix import Joined
+from ..prefix import ContiguousKV
 from .estimate import ALLOWANCE
 
 LESS = "choose a smaller resolution or size, fewer references or a smaller batch"
-MISFIT = "does not fit: "
+DOES_NOT_FIT = "does not fit: "
 
 Tiles = Mapping[int | None, int]  # peak bytes by tile in latent cells, None for the whole picture, largest first
 
@@ -28,22 +28,22 @@ class Needs:
     prefix: Mapping[str, int]
     prefill: Mapping[str, int]
     step: Mapping[str, int]
-    away_prefill: Mapping[str, int]
-    away_step: Mapping[str, int]
+    offloaded_prefill: Mapping[str, int]
+    offloaded_step: Mapping[str, int]
     decode: Tiles
     encode: Tiles
-    joined: tuple[int, ...] = ()
+    contiguous: tuple[int, ...] = ()
 
-    def working(self, codec: str, away: bool) -> int:
+    def working(self, codec: str, offloaded: bool) -> int:
         """The transformer's activations, with what kernels and the allocator take on top."""
-        prefill, step = (self.away_prefill, self.away_step) if away else (self.prefill, self.step)
+        prefill, step = (self.offloaded_prefill, self.offloaded_step) if offloaded else (self.prefill, self.step)
         return int(max(prefill[codec], step[codec]) * ALLOWANCE)
 
-    def laid_out(self, codec: str, away: bool, free: int) -> int:
+    def laid_out(self, codec: str, offloaded: bool, free: int) -> int:
         """Bytes of prefixes that are laid out for all steps, on a device with so many free ones."""
-        spare, taken = free - self.resident - (0 if away else self.prefix[codec]), 0
-        for nbytes in self.joined:
-            if Joined.fits(nbytes, self.working(codec, away), spare - taken):
+        spare, taken = free - self.resident - (0 if offloaded else self.prefix[codec]), 0
+        for nbytes in self.contiguous:
+            if ContiguousKV.fits(nbytes, self.working(codec, offloaded), spare - taken):
                 taken += nbytes
         return taken
 
@@ -52,9 +52,9 @@ class Needs:
         """Weights while the transformer runs: a VAE that encoded stays until it decodes."""
         return self.weights["dit"] + (self.weights["vae"] if self.encode else 0)
 
-    def transformer(self, codec: str, away: bool) -> int:
-        """Its stages on the device: weights, activations and, unless `away`, prefix."""
-        return self.resident + self.working(codec, away) + (0 if away else self.prefix[codec])
+    def transformer(self, codec: str, offloaded: bool) -> int:
+        """Its stages on the device: weights, activations and, unless `offloaded`, prefix."""
+        return self.resident + self.working(codec, offloaded) + (0 if offloaded else self.prefix[codec])
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Misfit:
     narrower: bool = False
 
     def __str__(self) -> str:
-        return f"{MISFIT}{self.fact}; {self.remedy}{' or a narrower dtype' if self.narrower else ''}"
+        return f"{DOES_NOT_FIT}{self.fact}; {self.remedy}{' or a narrower dtype' if self.narrower else ''}"
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Room:
     ram: int
     gpu: bool = True
 
-    def away(self, placement: str) -> bool:
+    def offloaded(self, placement: str) -> bool:
         """Whether a prefix there is not where it is read."""
         return self.gpu and placement == "cpu"
 
@@ -106,7 +106,7 @@ class Room:
         return (self.ram if self.gpu else self.ram - needs.resident) // 2
 
 
-def choose(
+def choose_placement(
     needs: Needs, free: int, ram: int, *, gpu: bool = True, placement: str = "auto", codec: str = "auto"
 ) -> Choice:
     """Decide for a device with `free` bytes beside `ram` bytes of available RAM; `gpu` False: there is RAM alone.
@@ -140,19 +140,19 @@ def choose(
 
 def _fits(needs: Needs, room: Room, place: str, codec: str) -> bool:
     kept = place == "gpu" or needs.prefix[codec] <= room.shelf(needs)
-    return kept and needs.transformer(codec, room.away(place)) <= room.free
+    return kept and needs.transformer(codec, room.offloaded(place)) <= room.free
 
 
 def _why(needs: Needs, room: Room, place: str, codec: str) -> str:
     kept = f"prefix: {codec} K/V {'on the GPU' if place == 'gpu' else 'in RAM'}, {size(needs.prefix[codec])}"
     near = _of(needs.transformer(codec, False), room.free)
-    if not room.away(place):
+    if not room.offloaded(place):
         return f"{kept}; with the transformer and its activations {near}"
     return f"{kept}, at most half of {size(room.ram)}; on the GPU it would take {near}"
 
 
 def _too_large(needs: Needs, room: Room, place: str, codec: str) -> Misfit:
-    weights, stages = needs.weights["dit"], needs.transformer(codec, room.away(place))
+    weights, stages = needs.weights["dit"], needs.transformer(codec, room.offloaded(place))
     if weights > room.free:
         return Misfit(f"the transformer's weights take {_of(weights, room.free)}", *_smaller(weights, stages, room))
     if stages > room.free:
@@ -190,14 +190,14 @@ def _tile(peaks: Tiles, free: int, doing: str) -> tuple[int | None, list[str | M
 
 def _together(needs: Needs, room: Room, place: str, codec: str, tiles: Sequence[int | None]) -> int:
     """All weights, the prefix and the largest activations at once."""
-    away = room.away(place)
+    offloaded = room.offloaded(place)
     vae = [peaks[tile] for peaks, tile in zip((needs.encode, needs.decode), tiles, strict=True) if peaks]
     stages = [
-        needs.working(codec, away) + needs.laid_out(codec, away, room.free),
+        needs.working(codec, offloaded) + needs.laid_out(codec, offloaded, room.free),
         int(needs.reading * ALLOWANCE),
         *(int(peak * vae_tiling.WORKSPACE) for peak in vae),
     ]
-    return sum(needs.weights.values()) + (0 if away else needs.prefix[codec]) + max(stages)
+    return sum(needs.weights.values()) + (0 if offloaded else needs.prefix[codec]) + max(stages)
 
 
 def _of(nbytes: int, free: int) -> str:

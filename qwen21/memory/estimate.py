@@ -19,8 +19,8 @@ from ..checkpoint.safetensors_file import DTYPE_BYTES
 from ..config.networks import DiTConfig, EncoderConfig
 from ..models import dit
 from ..ops.quantized import Fp8
-from ..prefix import NATIVE, Codec, unit_bytes
-from ..prefix.codecs import Packing
+from ..prefix import NATIVE, Codec, kv_block_bytes
+from ..prefix.codecs import KVPacking
 from ..sequence import PrefixLayout
 from ..system_memory import available_ram as available_ram
 from ..system_memory import total_ram
@@ -67,13 +67,13 @@ def rebuilt_bytes(part: Component, dtype: torch.dtype, fp8: Fp8 | None = None) -
 
 @dataclass(frozen=True)
 class Chain:
-    """One prefix as it is made: tokens of the units that an earlier prefix left, and of those that are new."""
+    """One prefix as it is made: tokens of the KV blocks that an earlier prefix left, and of those that are new."""
 
     known: tuple[int, ...]
     new: tuple[int, ...]
 
     @property
-    def units(self) -> tuple[int, ...]:
+    def kv_blocks(self) -> tuple[int, ...]:
         return (*self.known, *self.new)
 
 
@@ -82,20 +82,20 @@ def chains(layouts: Sequence[PrefixLayout], shared: bool = True) -> list[Chain]:
     made: list[Chain] = []
     for layout in layouts:
         head = max((_common_head(layout, other) for other in layouts[: len(made)]), default=0) if shared else 0
-        tokens = layout.unit_tokens
+        tokens = layout.kv_block_tokens
         made.append(Chain(tokens[:head], tokens[head:]))
     return made
 
 
 def _common_head(layout: PrefixLayout, other: PrefixLayout) -> int:
-    """Units that two prefixes begin with alike. The last text differs, whatever its length."""
-    pairs = zip(layout.units[: layout.references], other.units[: other.references], strict=False)
+    """KV blocks that two prefixes begin with alike. The last text differs, whatever its length."""
+    pairs = zip(layout.kv_blocks[: layout.references], other.kv_blocks[: other.references], strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(layout.references, other.references))
 
 
 def prefix_bytes(config: DiTConfig, made: Sequence[Chain], dtype: torch.dtype, codec: Codec = NATIVE) -> int:
     """K and V of all prefixes of a run."""
-    return sum(unit_bytes(config, tokens, dtype, codec) for chain in made for tokens in chain.new)
+    return sum(kv_block_bytes(config, tokens, dtype, codec) for chain in made for tokens in chain.new)
 
 
 # --- the transformer's activations ---------------------------------------------------------------------------------
@@ -103,8 +103,9 @@ def prefix_bytes(config: DiTConfig, made: Sequence[Chain], dtype: torch.dtype, c
 
 @dataclass(frozen=True)
 class _Reading:
-    """One layer of stored units on its way into attention, in bytes: while it is decoded, then beside what is stored
-    as long as it is read, its keys alone, and the next layer, already brought where units lie in RAM (`away`)."""
+    """One layer of stored KV blocks on its way into attention, in bytes: while it is decoded, then beside what is
+    stored as long as it is read, its keys alone, and the next layer, already brought where KV blocks lie in RAM
+    (`offloaded`)."""
 
     peak: int
     left: int
@@ -112,22 +113,24 @@ class _Reading:
     ahead: int
 
     @classmethod
-    def of(cls, config: DiTConfig, units: Sequence[int], dtype: torch.dtype, codec: Codec, away: bool) -> _Reading:
+    def of(
+        cls, config: DiTConfig, kv_blocks: Sequence[int], dtype: torch.dtype, codec: Codec, offloaded: bool
+    ) -> _Reading:
         peak = left = keys = brought = 0
-        for tokens in units:
+        for tokens in kv_blocks:
             decoded = tokens * config.width * dtype.itemsize
             for half, is_keys in ((codec.keys, True), (codec.values, False)):
                 if half.code is not None:
                     peak = max(peak, left + _scaling(config, tokens, half))
                     brought += half.nbytes(tokens, config.heads, config.head_dim, dtype)
-                if half.code is not None or away:  # else a view
+                if half.code is not None or offloaded:  # else a view
                     left += decoded
                     keys += decoded if is_keys else 0
-        layer = sum(codec.nbytes(tokens, config.heads, config.head_dim, dtype) for tokens in units)
-        return cls(max(peak, left) + (brought if away else 0), left, keys, layer if away else 0)
+        layer = sum(codec.nbytes(tokens, config.heads, config.head_dim, dtype) for tokens in kv_blocks)
+        return cls(max(peak, left) + (brought if offloaded else 0), left, keys, layer if offloaded else 0)
 
 
-def _scaling(config: DiTConfig, tokens: int, half: Packing) -> int:
+def _scaling(config: DiTConfig, tokens: int, half: KVPacking) -> int:
     """Keys or values on their way from codes: fp32 copies before and after, and the table of a Hadamard rotation."""
     copy, block = tokens * config.width * FP32, config.head_dim & -config.head_dim
     made = 3 * torch.int64.itemsize * block**2  # the table in the making
@@ -150,25 +153,25 @@ def step_activations(
     config: DiTConfig,
     batch: int,
     tokens: int,
-    units: Sequence[int],
+    kv_blocks: Sequence[int],
     dtype: torch.dtype,
     codec: Codec = NATIVE,
-    away: bool = False,
+    offloaded: bool = False,
     fused: bool = False,
 ) -> int:
-    """Peak of `DiT.denoise` for `batch` targets of `tokens` each, behind a prefix of `units` (tokens of each).
+    """Peak of `DiT.denoise` for `batch` targets of `tokens` each, behind a prefix of `kv_blocks` (tokens of each).
 
-    `away`: the prefix lies in RAM beside the device that computes. `fused`: products are, see `fused.py`.
+    `offloaded`: the prefix lies in RAM beside the device that computes. `fused`: products are, see `fused.py`.
     """
     wide, rows = config.width * dtype.itemsize, batch * tokens
-    reading = _Reading.of(config, units, dtype, codec, away)
-    joined = 2 * (sum(units) + tokens) * wide if units else 0
+    reading = _Reading.of(config, kv_blocks, dtype, codec, offloaded)
+    contiguous = 2 * (sum(kv_blocks) + tokens) * wide if kv_blocks else 0
     moments = (
         # x, its norm, q k v plain (and v alone), rotated q, normed k, and the rotation of k
         rows * ((7 + fused) * wide + _rotating(config, dtype)),
         rows * 4 * wide + reading.peak,  # x, q k v
         # and what each row attended to; several rows are joined in the end
-        rows * (5 if batch == 1 else 6) * wide + reading.left + joined,
+        rows * (5 if batch == 1 else 6) * wide + reading.left + contiguous,
         # x before and after attention, what was attended to, the norm, gate and value (and the output)
         rows * (4 + fused + 2 * config.mlp_ratio) * wide,
     )
@@ -180,32 +183,38 @@ def prefill_activations(
     made: Sequence[Chain],
     dtype: torch.dtype,
     codec: Codec = NATIVE,
-    away: bool = False,
+    offloaded: bool = False,
     fused: bool = False,
 ) -> int:
     """Peak of `DiT.prefill` over all prefixes of a run, beyond what they keep in the end on the device."""
     stored = peak = 0
     for chain in made:
         for i, tokens in enumerate(chain.new):
-            unit = 0 if away else unit_bytes(config, tokens, dtype, codec)
+            kv_block = 0 if offloaded else kv_block_bytes(config, tokens, dtype, codec)
             earlier = (*chain.known, *chain.new[:i])
-            full = _unit_activations(config, earlier, tokens, dtype, codec, away, fused)
+            full = _kv_block_activations(config, earlier, tokens, dtype, codec, offloaded, fused)
             # the fullest moments come before the last layer is stored
-            peak = max(peak, stored + unit - unit // config.layers + full)
-            stored += unit
+            peak = max(peak, stored + kv_block - kv_block // config.layers + full)
+            stored += kv_block
     return max(0, peak - stored)
 
 
-def _unit_activations(
-    config: DiTConfig, earlier: Sequence[int], tokens: int, dtype: torch.dtype, codec: Codec, away: bool, fused: bool
+def _kv_block_activations(
+    config: DiTConfig,
+    earlier: Sequence[int],
+    tokens: int,
+    dtype: torch.dtype,
+    codec: Codec,
+    offloaded: bool,
+    fused: bool,
 ) -> int:
-    """Peak of one unit's prefill behind `earlier` ones, beyond what is stored at that moment."""
+    """Peak of one KV block's prefill behind `earlier` ones, beyond what is stored at that moment."""
     wide = config.width * dtype.itemsize
     chunk = -(-tokens // -(-tokens // dit.PREFILL_CHUNK))  # the last one, which is a largest one
-    reading = _Reading.of(config, earlier, dtype, codec, away)
+    reading = _Reading.of(config, earlier, dtype, codec, offloaded)
     everything = 2 * (sum(earlier) + tokens) * wide  # keys and values of a layer, joined
-    # The first unit's are what a native codec stores.
-    unstored = everything if earlier else tokens * wide * _unstored_halves(codec, away)
+    # The first KV block's are what a native codec stores.
+    unstored = everything if earlier else tokens * wide * _unstored_halves(codec, offloaded)
     inputs = 2 * tokens * wide  # x, and q of all chunks
     moments = (
         # the last chunk's projection, beside x and what the other chunks have made
@@ -220,12 +229,12 @@ def _unit_activations(
     return max(moments) + reading.ahead + _constant(config, tokens, dtype)
 
 
-def _unstored_halves(codec: Codec, away: bool) -> int:
-    return sum(away or half.code is not None for half in (codec.keys, codec.values))
+def _unstored_halves(codec: Codec, offloaded: bool) -> int:
+    return sum(offloaded or half.code is not None for half in (codec.keys, codec.values))
 
 
 def _encoding(config: DiTConfig, tokens: int, dtype: torch.dtype, codec: Codec) -> int:
-    """Peak of packing one layer of a unit, keys before values: the codes, and copies as in decoding them."""
+    """Peak of packing one layer of a KV block, keys before values: the codes, and copies as in decoding them."""
     peak = packed = 0
     for half in (codec.keys, codec.values):
         if half.code is not None:
@@ -237,12 +246,12 @@ def _encoding(config: DiTConfig, tokens: int, dtype: torch.dtype, codec: Codec) 
 
 
 def working_bytes(
-    config: DiTConfig, batch: int, tokens: int, units: Sequence[int], dtype: torch.dtype, fused: bool = False
+    config: DiTConfig, batch: int, tokens: int, kv_blocks: Sequence[int], dtype: torch.dtype, fused: bool = False
 ) -> int:
-    """What prefilling a native prefix of `units` and stepping behind it need beside weights and prefix, for `batch`
+    """What prefilling a native prefix of `kv_blocks` and stepping behind it need beside weights and prefix, for `batch`
     targets of `tokens` each, with what kernels and the allocator take on top."""
-    step = step_activations(config, batch, tokens, units, dtype, fused=fused)
-    prefill = prefill_activations(config, [Chain((), tuple(units))], dtype, fused=fused)
+    step = step_activations(config, batch, tokens, kv_blocks, dtype, fused=fused)
+    prefill = prefill_activations(config, [Chain((), tuple(kv_blocks))], dtype, fused=fused)
     return int(ALLOWANCE * max(step, prefill))
 
 
@@ -275,8 +284,8 @@ def _span_values(config: EncoderConfig, before: int, tokens: int, dtype: torch.d
     queries, keys = text.heads * text.head_dim, text.kv_heads * text.head_dim
     attention = tokens * (2 * text.width + 4 * queries + 2 * keys)
     if before:  # keys and values are joined, and repeated for every head
-        joined = (before + tokens) * (2 * keys + 2 * queries)
-        attention = max(attention, tokens * (2 * text.width + queries) + joined)
+        contiguous = (before + tokens) * (2 * keys + 2 * queries)
+        attention = max(attention, tokens * (2 * text.width + queries) + contiguous)
     mlp = tokens * (3 * text.width + 3 * text.mlp_width)
     rope = 2 * text.head_dim * (FP32 + (size if size < FP32 else 0))
     return max(attention, mlp) * size + tokens * rope

@@ -1,4 +1,5 @@
-"""A run's memory before it runs: bytes at each stage, from the headers of a model's files and a `Job`'s numbers."""
+"""A run's memory before it runs: bytes at each stage, from the headers of a model's files and a `MemoryJob`'s
+numbers."""
 
 from __future__ import annotations
 
@@ -14,11 +15,11 @@ from ..config.networks import LATENT_PIXELS
 from ..inputs.prompt import VISION_MERGE, Size, TokenLayout
 from ..models import vae_tiling
 from ..ops.quantized import Fp8
-from ..prefix import CODECS, FIDELITY, Joined
-from ..prefix.keys import unit_names
+from ..prefix import CODECS, FIDELITY, ContiguousKV
+from ..prefix.keys import kv_block_names
 from ..sequence import PrefixLayout, prefix_layout
 from . import estimate
-from .choose import Choice, Needs, choose
+from .choose import Choice, Needs, choose_placement
 
 # For plans without a prompt: a prompt of a few sentences in its template, what leads to each reference, and the
 # system turn, which the text encoder alone reads.
@@ -26,13 +27,13 @@ TYPICAL_PROMPT, TYPICAL_LEAD, SYSTEM_TURN = 128, 8, 16  # tokens
 
 
 @dataclass(frozen=True)
-class Job:
+class MemoryJob:
     """What is to be painted, in numbers.
 
     grid: (height, width) of the target in latent cells. prefixes: one per branch, positive first. pictures: (width,
     height) in pixels of those that go through the VAE. patches: of each reference, for the vision tower. tokens: of
-    the longest input of the text encoder. shared: whether the prefix cache is on, so that branches share the units that
-    they begin with.
+    the longest input of the text encoder. shared: whether the prefix cache is on, so that branches share the KV blocks
+    that they begin with.
     """
 
     grid: tuple[int, int]
@@ -52,7 +53,7 @@ class Job:
         batch: int = 1,
         start: bool = False,
         shared: bool = True,
-    ) -> Job:
+    ) -> MemoryJob:
         """From tokenized prompts (one per branch), sizes in pixels of resized references and of the output; `start`:
         a picture of the output's size is encoded too."""
         grids = [_cells(reference) for reference in references]
@@ -67,7 +68,7 @@ class Job:
         )
 
     @classmethod
-    def typical(cls, references: Sequence[Size], size: Size, batch: int = 1, branches: int = 1) -> Job:
+    def typical(cls, references: Sequence[Size], size: Size, batch: int = 1, branches: int = 1) -> MemoryJob:
         """With prompts of `TYPICAL_PROMPT` tokens."""
         grids = [_cells(reference) for reference in references]
         patches = tuple(math.prod(grid) for grid in grids)
@@ -101,8 +102,8 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class KeptUnit:
-    """A unit of K and V that the run keeps: bytes by codec."""
+class KeptKVBlock:
+    """A KV block of K and V that the run keeps: bytes by codec."""
 
     name: str
     tokens: int
@@ -114,10 +115,10 @@ class MemoryPlan:
     """What is known of a run's memory before it. free: bytes of the device, of RAM where the CPU computes (`gpu`
     False); ram: available RAM; budget: bytes that prefixes may keep between runs."""
 
-    job: Job
+    job: MemoryJob
     dtype: torch.dtype
     needs: Needs
-    units: tuple[KeptUnit, ...]
+    kv_blocks: tuple[KeptKVBlock, ...]
     free: int
     ram: int
     gpu: bool
@@ -127,15 +128,15 @@ class MemoryPlan:
     @property
     def laid_out(self) -> int:
         """Bytes of prefixes that are laid out for all steps."""
-        away = self.gpu and self.choice.placement == "cpu"
-        return self.needs.laid_out(self.choice.codec, away, self.free)
+        offloaded = self.gpu and self.choice.placement == "cpu"
+        return self.needs.laid_out(self.choice.codec, offloaded, self.free)
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         needs, choice = self.needs, self.choice
-        away, codec = self.gpu and choice.placement == "cpu", choice.codec
-        prefill, step = (needs.away_prefill, needs.away_step) if away else (needs.prefill, needs.step)
-        weights, prefix = needs.resident, 0 if away else needs.prefix[codec]
+        offloaded, codec = self.gpu and choice.placement == "cpu", choice.codec
+        prefill, step = (needs.offloaded_prefill, needs.offloaded_step) if offloaded else (needs.prefill, needs.step)
+        weights, prefix = needs.resident, 0 if offloaded else needs.prefix[codec]
         decode = needs.weights["vae"] + needs.decode[choice.tile_decode]
         left = prefix if decode + prefix <= self.free else 0  # stored prefixes move to RAM where the VAE needs the room
         encode = [Stage("encode", needs.weights["vae"], 0, needs.encode[choice.tile_encode])] if needs.encode else []
@@ -150,7 +151,7 @@ class MemoryPlan:
 
 def plan_memory(
     parts: Mapping[str, Component],
-    job: Job,
+    job: MemoryJob,
     dtype: torch.dtype | None = None,
     *,
     free: int | None,
@@ -167,7 +168,7 @@ def plan_memory(
     """The plan of a job with the components `dit`, `encoder` and `vae`, from their headers.
 
     dtype None is each file's own. free: bytes of the GPU, None where the CPU computes. placement and codec: auto, or
-    what `choose` takes. fp8: block linears that are not quantized yet are kept in fp8.
+    what `choose_placement` takes. fp8: block linears that are not quantized yet are kept in fp8.
     beside: bytes of LoRAs beside the transformer's weights. lays_out: whether a run may lay its prefixes out for all
     steps. fused: whether it fuses products. budget: bytes that prefixes may keep between runs, None for
     `memory.store_budget`. computed_in: by network, what a host computes in
@@ -183,32 +184,34 @@ def plan_memory(
     compute = computed_in["dit"]
     needs = _needs(parts, job, dtype, computed_in, fp8, beside, fused)
     if lays_out:
-        needs = replace(needs, joined=_joined(parts["dit"], job, compute))
-    choice = choose(needs, free or 0, ram, gpu=free is not None, placement=placement, codec=codec)
-    units = _kept_units(parts["dit"], job, compute)
+        needs = replace(needs, contiguous=_contiguous(parts["dit"], job, compute))
+    choice = choose_placement(needs, free or 0, ram, gpu=free is not None, placement=placement, codec=codec)
+    kv_blocks = _kept_kv_blocks(parts["dit"], job, compute)
     budget = estimate.store_budget() if budget is None else budget
-    return MemoryPlan(job, compute, needs, units, ram if free is None else free, ram, free is not None, choice, budget)
+    return MemoryPlan(
+        job, compute, needs, kv_blocks, ram if free is None else free, ram, free is not None, choice, budget
+    )
 
 
-def _joined(part: Component, job: Job, dtype: torch.dtype) -> tuple[int, ...]:
-    return tuple(Joined.nbytes(part.config, layout.length, math.prod(job.grid), dtype) for layout in job.prefixes)
+def _contiguous(part: Component, job: MemoryJob, dtype: torch.dtype) -> tuple[int, ...]:
+    return tuple(ContiguousKV.nbytes(part.config, layout.length, math.prod(job.grid), dtype) for layout in job.prefixes)
 
 
-def _kept_units(part: Component, job: Job, dtype: torch.dtype) -> tuple[KeptUnit, ...]:
+def _kept_kv_blocks(part: Component, job: MemoryJob, dtype: torch.dtype) -> tuple[KeptKVBlock, ...]:
     made = estimate.chains(job.prefixes, job.shared)
     kept = []
     for branch, chain, layout in zip(("positive", "negative"), made, job.prefixes, strict=False):
-        names = unit_names(layout)
+        names = kv_block_names(layout)
         for i, tokens in enumerate(chain.new, len(chain.known)):
             both = len(made) == 1 or (job.shared and i < layout.references)
-            nbytes = {name: estimate.unit_bytes(part.config, tokens, dtype, CODECS[name]) for name in FIDELITY}
-            kept.append(KeptUnit(names[i] if both else f"{names[i]}, {branch}", tokens, nbytes))
+            nbytes = {name: estimate.kv_block_bytes(part.config, tokens, dtype, CODECS[name]) for name in FIDELITY}
+            kept.append(KeptKVBlock(names[i] if both else f"{names[i]}, {branch}", tokens, nbytes))
     return tuple(kept)
 
 
 def _needs(
     parts: Mapping[str, Component],
-    job: Job,
+    job: MemoryJob,
     dtype: torch.dtype | None,
     computed_in: Mapping[str, torch.dtype],
     fp8: Fp8 | None,
@@ -220,14 +223,14 @@ def _needs(
     compute = computed_in["dit"]
     rebuilt = estimate.rebuilt_bytes(parts["dit"], compute, fp8)
 
-    def prefill(away: bool) -> dict[str, int]:
+    def prefill(offloaded: bool) -> dict[str, int]:
         peak = estimate.prefill_activations
-        return {name: rebuilt + peak(config, made, compute, CODECS[name], away, fused) for name in FIDELITY}
+        return {name: rebuilt + peak(config, made, compute, CODECS[name], offloaded, fused) for name in FIDELITY}
 
-    def step(codec: str, away: bool) -> int:
+    def step(codec: str, offloaded: bool) -> int:
         peak = estimate.step_activations
         return rebuilt + max(
-            peak(config, job.batch, cells, chain.units, compute, CODECS[codec], away, fused) for chain in made
+            peak(config, job.batch, cells, chain.kv_blocks, compute, CODECS[codec], offloaded, fused) for chain in made
         )
 
     return Needs(
@@ -238,10 +241,10 @@ def _needs(
         },
         reading=estimate.reading_activations(encoder.config, job.patches, job.tokens, computed_in["encoder"]),
         prefix={name: estimate.prefix_bytes(config, made, compute, CODECS[name]) for name in FIDELITY},
-        prefill=prefill(away=False),
-        step={name: step(name, away=False) for name in FIDELITY},
-        away_prefill=prefill(away=True),
-        away_step={name: step(name, away=True) for name in FIDELITY},
+        prefill=prefill(offloaded=False),
+        step={name: step(name, offloaded=False) for name in FIDELITY},
+        offloaded_prefill=prefill(offloaded=True),
+        offloaded_step={name: step(name, offloaded=True) for name in FIDELITY},
         decode=_by_tile(vae, [job.size], computed_in["vae"], decode=True),
         encode=_by_tile(vae, job.pictures, computed_in["vae"], decode=False),
     )

@@ -19,7 +19,7 @@ COLOURS = (70, 110, 180), (235, 160, 50), (110, 180, 110)
 WIDTH, LEFT, RIGHT, TOP, ROW, THICK = 960, 90, 130, 96, 52, 30  # pixels of the picture
 
 
-def describe(plan: MemoryPlan) -> str:
+def plan_report(plan: MemoryPlan) -> str:
     """The whole plan as text."""
     blocks = [_head(plan), _prefix_table(plan), _stage_table(plan), _bars(plan), _words(plan)]
     return "\n\n".join("\n".join(lines) for lines in blocks)
@@ -43,8 +43,8 @@ def _head(plan: MemoryPlan) -> list[str]:
 def _prefix_table(plan: MemoryPlan) -> list[str]:
     codecs = list(plan.needs.prefix)
     rows = [["K/V of the prefix", "tokens", *codecs]]
-    rows += [[kept.name, str(kept.tokens), *(size(kept.nbytes[name]) for name in codecs)] for kept in plan.units]
-    total = sum(kept.tokens for kept in plan.units)
+    rows += [[kept.name, str(kept.tokens), *(size(kept.nbytes[name]) for name in codecs)] for kept in plan.kv_blocks]
+    total = sum(kept.tokens for kept in plan.kv_blocks)
     return _table([*rows, ["all", str(total), *(size(plan.needs.prefix[name]) for name in codecs)]])
 
 

@@ -21,7 +21,7 @@ from ..ops import linear
 from ..ops.attention import AttentionFunction, prefixed_attention, sdpa, segment_attention
 from ..ops.pointwise import EAGER, Kernels
 from ..ops.rope import rotation
-from ..prefix import NATIVE, Codec, Joined, LayerReader, Prefix, Unit
+from ..prefix import NATIVE, Codec, ContiguousKV, KVBlock, LayerReader, Prefix
 from ..sequence import Segment, TextSegment, prefix_layout
 from .dit_block import Block, Modulation
 
@@ -111,7 +111,7 @@ class DiT(nn.Module):
         references: Sequence[Tensor] = (),
         slots: Sequence[int] = (),
         *,
-        head: Sequence[Unit] = (),
+        cached: Sequence[KVBlock] = (),
         codec: Codec = NATIVE,
         storage: torch.device | str | None = None,
         attend: AttentionFunction | None = None,
@@ -120,28 +120,30 @@ class DiT(nn.Module):
         """K and V of a prefix at t = 0, kept by `codec` on the device `storage` (default: where the text states are).
 
         text [T, text_width] are the encoder's states, references [C, h, w] normalised latents, slots the number of
-        text tokens before each. Units of the layout run one after another, every layer of one before the next: none
-        depends on what follows it, and each reads those before it as they are kept. So units at the `head` that an
-        earlier prefill of the same states made are taken as they are, and the result is bit-equal either way. Raises
+        text tokens before each. KV blocks of the layout run one after another, every layer of one before the next: none
+        depends on what follows it, and each reads those before it as they are kept. So KV blocks at the `cached` that
+        an earlier prefill of the same states made are taken as they are, and the result is bit-equal either way. Raises
         `UserError` where widths, channels or slots do not agree.
         """
         self.check_inputs(text, references)
         layout = prefix_layout(text.shape[0], slots, [tuple(r.shape[-2:]) for r in references])
         storage = text.device if storage is None else torch.device(storage)
-        prefix = Prefix(layout, head)
-        missing = layout.units[len(head) :]
+        prefix = Prefix(layout, cached)
+        missing = layout.kv_blocks[len(cached) :]
         if not missing:
             return prefix
         _, modulation = self.modulate(torch.zeros((), device=text.device), text.dtype)
         for segments in missing:
             started = _seconds(text.device)
             x = torch.cat([self.embed(segment, text, references) for segment in segments], dim=1)  # [1, S, width]
-            unit = Unit(x.shape[1], codec)
+            kv_block = KVBlock(x.shape[1], codec)
             before = prefix.reader(x.device, x.dtype)
-            self._prefill_unit(unit, before, segments, x, modulation, storage, attend or self.attend, check_cancel)
-            unit.settle()
-            unit.seconds = _seconds(text.device) - started
-            prefix.units.append(unit)
+            self._prefill_kv_block(
+                kv_block, before, segments, x, modulation, storage, attend or self.attend, check_cancel
+            )
+            kv_block.synchronize()
+            kv_block.seconds = _seconds(text.device) - started
+            prefix.kv_blocks.append(kv_block)
         return prefix
 
     def denoise(
@@ -150,32 +152,34 @@ class DiT(nn.Module):
         sigma: Tensor | float,
         prefix: Prefix,
         *,
-        joined: Joined | None = None,
+        contiguous: ContiguousKV | None = None,
         attend: AttentionFunction | None = None,
     ) -> Tensor:
         """Velocity [B, C, h, w] of target [B, C, h, w] (normalised latents) at noise level sigma, given its prefix,
-        which may be `joined` for targets of this size."""
+        which may be `contiguous` for targets of this size."""
         attend = attend or self.attend
         grid = target.shape[-2:]
         segment = prefix.layout.target(tuple(grid))
-        turn = self.rotation(segment, target.device)
+        rope = self.rotation(segment, target.device)
         sigma = torch.as_tensor(sigma, dtype=torch.float32, device=target.device)
         embedding, modulation = self.modulate(sigma, target.dtype)
-        read = prefix.reader(target.device, target.dtype) if joined is None else None
+        read = prefix.reader(target.device, target.dtype) if contiguous is None else None
         x = self.img_in(target.flatten(2).transpose(1, 2))  # [B, N, width]
         for layer, block in enumerate(self.transformer_blocks):
-            q, k, v = block.project(x, modulation, turn, self.kernels)
-            attended = prefixed_attention(q, k, v, read(layer) if read else (), joined and joined[layer], attend)
+            q, k, v = block.qkv(x, modulation, rope, self.kernels)
+            attended = prefixed_attention(
+                q, k, v, read(layer) if read else (), contiguous and contiguous[layer], attend
+            )
             del q, k, v  # before the MLP's activations are there
-            x = block.finish(x, attended, modulation, self.kernels)
+            x = block.attn_out_mlp(x, attended, modulation, self.kernels)
             del attended
         scale = 1 + self.norm_out["linear"](F.silu(embedding))[0]
         velocity = self.proj_out(self.kernels.norm(x, scale, self.config.eps))
         return velocity.transpose(1, 2).unflatten(2, grid)
 
-    def _prefill_unit(
+    def _prefill_kv_block(
         self,
-        unit: Unit,
+        kv_block: KVBlock,
         before: LayerReader,
         segments: Sequence[Segment],
         x: Tensor,
@@ -184,18 +188,18 @@ class DiT(nn.Module):
         attend: AttentionFunction,
         check_cancel: Callable[[], None],
     ) -> None:
-        """Every layer of one unit x [1, S, width]: linears chunk by chunk, attention by segments within a chunk."""
-        turn = torch.cat([self.rotation(segment, x.device) for segment in segments])
+        """Every layer of one KV block x [1, S, width]: linears chunk by chunk, attention by segments within a chunk."""
+        rope = torch.cat([self.rotation(segment, x.device) for segment in segments])
         start, last = segments[0].offset, len(self.transformer_blocks) - 1
         chunks = _even_spans(x.shape[1], PREFILL_CHUNK)
         for layer, block in enumerate(self.transformer_blocks):
             check_cancel()
-            projected = (block.project(x[:, chunk], modulation, turn[chunk], self.kernels) for chunk in chunks)
+            projected = (block.qkv(x[:, chunk], modulation, rope[chunk], self.kernels) for chunk in chunks)
             queries, *own = zip(*projected, strict=True)
             earlier = zip(*before(layer), strict=True) if start else ((), ())
             keys, values = (torch.cat([*b, *o], dim=2) for b, o in zip(earlier, own, strict=True))
             del own
-            unit.append(_own(keys, start), _own(values, start), storage, last + 1)
+            kv_block.append(_own(keys, start), _own(values, start), storage, last + 1)
             if layer == last:  # nothing reads the last block's output: a prefix is its keys and values alone
                 return
             for chunk, q in zip(chunks, queries, strict=True):
@@ -209,7 +213,7 @@ class DiT(nn.Module):
                     )
                     for first, stop, seen, causal in _pieces(segments, chunk, start)
                 ]
-                x[:, chunk] = block.finish(x[:, chunk], torch.cat(attended, dim=2), modulation, self.kernels)
+                x[:, chunk] = block.attn_out_mlp(x[:, chunk], torch.cat(attended, dim=2), modulation, self.kernels)
             del queries, keys, values, earlier, q, attended  # before the next layer's are joined
 
     def embed(self, segment: Segment, text: Tensor, references: Sequence[Tensor]) -> Tensor:
@@ -232,7 +236,7 @@ class DiT(nn.Module):
     def multiplies_fp8(self) -> bool:
         """Whether products of blocks take their input in FP8."""
         parts = (part for block in self.transformer_blocks for part in (block.attn, block.img_mlp))
-        return any(part.takes_fp8 or part.product_out is not None for part in parts)
+        return any(part.takes_fp8 or part.fused_out is not None for part in parts)
 
     def check_inputs(self, text: Tensor, references: Sequence[Tensor]) -> None:
         if text.ndim != 2 or text.shape[1] != self.config.text_width:
@@ -266,9 +270,9 @@ def _pieces(segments: Sequence[Segment], chunk: slice, offset: int) -> Iterator[
             yield first, stop, stop if causal else segment.stop, causal
 
 
-def _own(joined: Tensor, start: int) -> Tensor:
+def _own(contiguous: Tensor, start: int) -> Tensor:
     """The tokens from `start`, in storage of their own: a view would keep all that comes before them."""
-    return joined[:, :, start:].clone() if start else joined
+    return contiguous[:, :, start:].clone() if start else contiguous
 
 
 def _seconds(device: torch.device) -> float:

@@ -12,7 +12,7 @@ from ..config.networks import DiTConfig
 from ..ops.pointwise import EAGER, Kernels
 
 if TYPE_CHECKING:
-    from ..ops.fused_linear import Product
+    from ..ops.fused_linear import FusedLinear
     from ..ops.quantized import Fp8Rows
 
 
@@ -27,13 +27,13 @@ class Modulation:
 
 
 class _Fusible(nn.Module):
-    """What `fused.fuse` may change: `fused` is the layers that read the input in one product, `product_out` stands for
+    """What `fused.fuse` may change: `fused` is the layers that read the input in one product, `fused_out` stands for
     the last layer where its input is quantized already."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.fused: Product | None = None
-        self.product_out: Product | None = None
+        self.fused: FusedLinear | None = None
+        self.fused_out: FusedLinear | None = None
 
     @property
     def takes_fp8(self) -> bool:
@@ -53,7 +53,7 @@ class Attention(_Fusible):
         self.norm_q = operations.RMSNorm(config.head_dim, eps=config.eps, **kw)
         self.norm_k = operations.RMSNorm(config.head_dim, eps=config.eps, **kw)
 
-    def project(self, x: Tensor | Fp8Rows, turn: Tensor, kernels: Kernels = EAGER) -> tuple[Tensor, Tensor, Tensor]:
+    def qkv(self, x: Tensor | Fp8Rows, rope: Tensor, kernels: Kernels = EAGER) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, S, width] -> rotated q, rotated k and v, each [B, H, S, D]."""
         if self.fused is None:
             projected = (layer(x) for layer in (self.to_q, self.to_k, self.to_v))
@@ -61,13 +61,13 @@ class Attention(_Fusible):
             q, k, v = self.fused(x).chunk(3, dim=-1)
             projected = (q, k, v.contiguous())  # lest the whole product lives as long as v
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)
-        q, k = kernels.turned(q, self.norm_q, turn), kernels.turned(k, self.norm_k, turn)
+        q, k = kernels.qk_norm_rope(q, self.norm_q, rope), kernels.qk_norm_rope(k, self.norm_k, rope)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def output(self, attended: Tensor, kernels: Kernels = EAGER) -> Tensor:
         """[B, H, S, D] -> [B, S, width]."""
         x = attended.transpose(1, 2).flatten(2)
-        return self.to_out[0](x) if self.product_out is None else self.product_out(kernels.quantized(x))
+        return self.to_out[0](x) if self.fused_out is None else self.fused_out(kernels.quantized(x))
 
 
 class GatedMLP(_Fusible):
@@ -78,13 +78,13 @@ class GatedMLP(_Fusible):
         self.out = operations.Linear(config.mlp_width, config.width, bias=False, **kw)
 
     def forward(self, x: Tensor | Fp8Rows, kernels: Kernels = EAGER) -> Tensor:
-        if self.product_out is not None:
-            return self.product_out(self._gated(x, kernels, fp8=True))
-        return self.out(self._gated(x, kernels))
+        if self.fused_out is not None:
+            return self.fused_out(self._silu_mul(x, kernels, fp8=True))
+        return self.out(self._silu_mul(x, kernels))
 
-    def _gated(self, x: Tensor | Fp8Rows, kernels: Kernels, *, fp8: bool = False) -> Tensor | Fp8Rows:
+    def _silu_mul(self, x: Tensor | Fp8Rows, kernels: Kernels, *, fp8: bool = False) -> Tensor | Fp8Rows:
         gate, value = (self.gate_layer(x), self.proj(x)) if self.fused is None else self.fused(x).chunk(2, dim=-1)
-        return kernels.gated(gate, value, fp8=fp8)
+        return kernels.silu_mul(gate, value, fp8=fp8)
 
 
 class Block(nn.Module):
@@ -96,14 +96,14 @@ class Block(nn.Module):
         self.attn = Attention(config, operations, **kw)
         self.img_mlp = GatedMLP(config, operations, **kw)
 
-    def project(
-        self, x: Tensor, modulation: Modulation, turn: Tensor, kernels: Kernels = EAGER
+    def qkv(
+        self, x: Tensor, modulation: Modulation, rope: Tensor, kernels: Kernels = EAGER
     ) -> tuple[Tensor, Tensor, Tensor]:
         """x [B, S, width] -> q, k, v [B, H, S, D]."""
         hidden = kernels.norm(x, modulation.scale1, self.eps, fp8=self.attn.takes_fp8)
-        return self.attn.project(hidden, turn, kernels)
+        return self.attn.qkv(hidden, rope, kernels)
 
-    def finish(self, x: Tensor, attended: Tensor, modulation: Modulation, kernels: Kernels = EAGER) -> Tensor:
+    def attn_out_mlp(self, x: Tensor, attended: Tensor, modulation: Modulation, kernels: Kernels = EAGER) -> Tensor:
         """x and what its tokens attended to [B, H, S, D] -> the block's output [B, S, width]."""
         # The update in no name of its own: it would live as long as the MLP runs.
         x, hidden = kernels.residual_norm(

@@ -1,7 +1,7 @@
 """A prefix in one pass: every layer of all its tokens at once, under a mask of blocks that FlexAttention skips by.
 
-Beside `DiT.prefill`, which goes unit by unit: as exact, but it rounds differently, and all tokens' activations are
-alive at once. `tests.bench.paths` times one beside the other.
+Beside `DiT.prefill`, which goes KV block by KV block: as exact, but it rounds differently, and all tokens' activations
+are alive at once. `tests.bench.paths` times one beside the other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 from ..errors import UserError
-from ..prefix import NATIVE, Codec, Prefix, Unit
+from ..prefix import NATIVE, Codec, KVBlock, Prefix
 from ..sequence import PrefixLayout, block_ids, prefix_layout
 from .dit import DiT
 
@@ -47,23 +47,23 @@ class FlexPrefill:
                 f"FlexAttention uncompiled would hold all scores of {layout.length} tokens; compile it, or prefill by "
                 "units"
             )
-        prefix = Prefix(layout, [Unit(tokens, codec) for tokens in layout.unit_tokens])
+        prefix = Prefix(layout, [KVBlock(tokens, codec) for tokens in layout.kv_block_tokens])
         _, modulation = dit.modulate(torch.zeros((), device=text.device), text.dtype)
-        turn = torch.cat([dit.rotation(segment, text.device) for segment in layout.segments])
+        rope = torch.cat([dit.rotation(segment, text.device) for segment in layout.segments])
         x = torch.cat([dit.embed(segment, text, references) for segment in layout.segments], dim=1)
         mask, attend = block_mask(layout, text.device), self._attention(text.device)
         storage = text.device if storage is None else torch.device(storage)
         *before, last = dit.transformer_blocks
         for block in (*before, last):
             check_cancel()
-            q, k, v = block.project(x, modulation, turn, dit.kernels)
-            parts = (side.split([unit.tokens for unit in prefix.units], dim=2) for side in (k, v))
-            for unit, keys, values in zip(prefix.units, *parts, strict=True):
-                unit.append(keys.clone(), values.clone(), storage, len(dit.transformer_blocks))
+            q, k, v = block.qkv(x, modulation, rope, dit.kernels)
+            parts = (side.split([kv_block.tokens for kv_block in prefix.kv_blocks], dim=2) for side in (k, v))
+            for kv_block, keys, values in zip(prefix.kv_blocks, *parts, strict=True):
+                kv_block.append(keys.clone(), values.clone(), storage, len(dit.transformer_blocks))
             if block is not last:  # nothing reads the last block's output
-                x = block.finish(x, attend(q, k, v, block_mask=mask), modulation, dit.kernels)
-        for unit in prefix.units:
-            unit.settle()
+                x = block.attn_out_mlp(x, attend(q, k, v, block_mask=mask), modulation, dit.kernels)
+        for kv_block in prefix.kv_blocks:
+            kv_block.synchronize()
         return prefix
 
     def _attention(self, device: torch.device) -> Callable[..., Tensor]:

@@ -46,7 +46,7 @@ class VisionFeatures:
 
 
 @dataclass(frozen=True, eq=False)
-class Head:
+class ReferenceContext:
     """A reference and the text that leads to it, as the language model left them: states [n, width], and each layer's
     rotated keys and values [1, H, n, D]. Nothing in it depends on what follows, further references or the prompt."""
 
@@ -57,15 +57,15 @@ class Head:
     def nbytes(self) -> int:
         return self.states.nbytes + sum(part.nbytes for layer in self.layers for part in layer)
 
-    def to(self, device: torch.device | str) -> Head:
-        return Head(self.states.to(device), tuple((k.to(device), v.to(device)) for k, v in self.layers))
+    def to(self, device: torch.device | str) -> ReferenceContext:
+        return ReferenceContext(self.states.to(device), tuple((k.to(device), v.to(device)) for k, v in self.layers))
 
 
 @dataclass
 class _Cache:
     """What transformers' attention layers call a cache: they hand over their keys and values, and attend to these."""
 
-    before: Sequence[Head] = ()
+    before: Sequence[ReferenceContext] = ()
     made: list[tuple[Tensor, Tensor]] | None = None  # keeps what is handed over, where a list is given
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -73,7 +73,7 @@ class _Cache:
             self.made.append((keys, values))
         if not self.before:
             return keys, values
-        sides = zip(*(head.layers[layer] for head in self.before), strict=True)
+        sides = zip(*(context.layers[layer] for context in self.before), strict=True)
         return tuple(torch.cat([*side, own], dim=2) for side, own in zip(sides, (keys, values), strict=True))
 
 
@@ -93,7 +93,7 @@ class TextStates:
 
 
 class TextEncoder(nn.Module):
-    """Qwen3-VL without its head. Tensor names as in `Qwen3VLModel`, `UNUSED_WEIGHTS` absent.
+    """Qwen3-VL without its context. Tensor names as in `Qwen3VLModel`, `UNUSED_WEIGHTS` absent.
 
     `dtype` is that of the weights, `compute_dtype` (default: the same, else float32) that of activations. Layers may
     lie on any device, if those of `operations` move their weights to their input; inputs say where to compute.
@@ -154,35 +154,35 @@ class TextEncoder(nn.Module):
     def forward(
         self,
         layout: TokenLayout,
-        heads: Sequence[Head] = (),
+        contexts: Sequence[ReferenceContext] = (),
         *,
         device: torch.device | str = "cpu",
         check_cancel: Callable[[], None] | None = None,
     ) -> Tensor:
         """States [S, width] of all S tokens, before the final norm, computed on `device`.
 
-        `heads` are what `read_head` makes of each of the layout's references.
+        `contexts` are what `read_references` makes of each of the layout's references.
         """
         start = layout.images[-1].stop if layout.images else 0
         rest = range(start, len(layout.ids))
-        states = self._read(layout, rest, None, _Cache(heads) if heads else None, device, check_cancel)
-        return torch.cat([*(head.states for head in heads), states])
+        states = self._read(layout, rest, None, _Cache(contexts) if contexts else None, device, check_cancel)
+        return torch.cat([*(context.states for context in contexts), states])
 
-    def read_head(
+    def read_references(
         self,
         layout: TokenLayout,
-        before: Sequence[Head],
+        before: Sequence[ReferenceContext],
         features: VisionFeatures,
         *,
         device: torch.device | str = "cpu",
         check_cancel: Callable[[], None] | None = None,
-    ) -> Head:
-        """The next head of a layout, `before` being those of the references before it. Products round by the number of
-        their rows, so each reference is read by itself: it is bit-equal whatever references or prompt follow."""
+    ) -> ReferenceContext:
+        """The next context of a layout, `before` being those of the references before it. Products round by the number
+        of their rows, so each reference is read by itself: it is bit-equal whatever references or prompt follow."""
         start = layout.images[len(before) - 1].stop if before else 0
         span, cache = range(start, layout.images[len(before)].stop), _Cache(before, [])
         states = self._read(layout, span, features, cache, device, check_cancel)
-        return Head(states, tuple(cache.made))
+        return ReferenceContext(states, tuple(cache.made))
 
     def _read(
         self,
@@ -193,7 +193,7 @@ class TextEncoder(nn.Module):
         device: torch.device | str,
         check_cancel: Callable[[], None] | None,
     ) -> Tensor:
-        """States [n, width] of the n tokens of a span, behind the heads in the `cache`; a `picture` is its end."""
+        """States [n, width] of the n tokens of a span, behind the contexts in the `cache`; a `picture` is its end."""
         ids = torch.tensor([layout.ids[span.start : span.stop]], device=device)
         hidden = self.language_model.embed_tokens(ids).to(self.compute_dtype)  # [1, n, width]
         if picture is not None:
@@ -223,27 +223,27 @@ class TextEncoder(nn.Module):
         device: torch.device | str = "cpu",
         keep_image_pads: bool = False,
         features: MutableMapping[str, VisionFeatures] | None = None,
-        heads: MutableMapping[tuple[str, ...], Head] | None = None,
+        contexts: MutableMapping[tuple[str, ...], ReferenceContext] | None = None,
         check_cancel: Callable[[], None] | None = None,
     ) -> TextStates:
         """Text states of a prompt behind its references, computed on `device`, in the compute dtype.
 
-        `features` and `heads` are read and filled, by a reference's digest and by the digests up to it: pass the same
-        dictionaries for the negative prompt, or the next one, and no picture is looked at twice, nor read again.
+        `features` and `contexts` are read and filled, by a reference's digest and by the digests up to it: pass the
+        same dictionaries for the negative prompt, or the next one, and no picture is looked at twice, nor read again.
         `UserError` if the prompt is too long or the tokenizer another model's.
         """
         sizes = [(1, reference.height, reference.width) for reference in references]
         layout = layout_tokens(prompt, tokenizer, sizes)
         self._check_tokens(layout)
         digests = tuple(reference.digest for reference in references)
-        heads, features = {} if heads is None else heads, {} if features is None else features
-        before: list[Head] = []
+        contexts, features = {} if contexts is None else contexts, {} if features is None else features
+        before: list[ReferenceContext] = []
         for i, reference in enumerate(references, 1):
             name = digests[:i]
-            if name not in heads:
+            if name not in contexts:
                 seen = self._look(reference, features, device, check_cancel)
-                heads[name] = self.read_head(layout, before, seen, device=device, check_cancel=check_cancel)
-            before.append(heads[name].to(device))
+                contexts[name] = self.read_references(layout, before, seen, device=device, check_cancel=check_cancel)
+            before.append(contexts[name].to(device))
         states = self(layout, before, device=device, check_cancel=check_cancel)
         if keep_image_pads:
             slots = tuple(span.start - layout.drop for span in layout.images)

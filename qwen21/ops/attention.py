@@ -52,25 +52,25 @@ def prefixed_attention(
     k: Tensor,
     v: Tensor,
     prefix: Sequence[tuple[Tensor, Tensor]] = (),
-    joined: tuple[Tensor, Tensor] | None = None,
+    contiguous: tuple[Tensor, Tensor] | None = None,
     attend: AttentionFunction = sdpa,
 ) -> Tensor:
     """Queries of a batch of targets over [prefix, target], unmasked: [B, H, n, D].
 
-    q, k, v [B, H, n, D]; `prefix` are keys and values [1, H, m, D] of one piece after another, or `joined` has them in
-    one piece with room for n more. Rows run one by one in one buffer of a prefix and a target, so a batch holds the
+    q, k, v [B, H, n, D]; `prefix` are keys and values [1, H, m, D] of one piece after another, or `contiguous` has them
+    in one piece with room for n more. Rows run one by one in one buffer of a prefix and a target, so a batch holds the
     prefix once.
     """
-    if joined is None:
+    if contiguous is None:
         if not prefix:
             return attend(q, k, v)
-        joined = tuple(
+        contiguous = tuple(
             torch.cat([*parts, own[:1]], dim=2) for parts, own in zip(zip(*prefix, strict=True), (k, v), strict=True)
         )
         filled = 1  # rows whose own keys and values are behind the prefix already
     else:
         filled = 0
-    keys, values = joined
+    keys, values = contiguous
     attended = []
     for row in range(len(q)):
         if row >= filled:

@@ -26,7 +26,7 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 COMPILED = "compiled"  # our own for a CPU
-ENOUGH = 512, 4096  # queries and keys to time on a CPU: all of an edit's would take minutes
+MAX_TIMED_SHAPE = 512, 4096  # queries and keys to time on a CPU: all of an edit's would take minutes
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Shape:
     head_dim: int
 
 
-def choose(
+def choose_attention(
     name: str, shape: Shape, dtype: torch.dtype, device: torch.device, *, may_compile: bool = False
 ) -> tuple[str, AttentionFunction]:
     """The attention of that name; for `auto` the fastest exact one there is. Returns its name as well.
@@ -48,7 +48,7 @@ def choose(
     always go to PyTorch's own choice: some kernels read masks wrong. Raises `UserError` for a kernel that does not run
     here.
     """
-    check(name, dtype, device)
+    require_attention(name, dtype, device)
     if name == "sdpa":
         return name, sdpa
     if name != "auto":
@@ -79,7 +79,7 @@ def choose(
     return best, sdpa if best == "sdpa" else _unmasked(kernels[best])
 
 
-def check(name: str, dtype: torch.dtype, device: torch.device) -> None:
+def require_attention(name: str, dtype: torch.dtype, device: torch.device) -> None:
     """Raises `UserError` for a name that is none, or not for this dtype and device whatever is installed."""
     if name not in ATTENTIONS:
         raise UserError(f"attention is {name!r}, expected one of {', '.join(ATTENTIONS)}")
@@ -128,7 +128,7 @@ def _seconds(
     kw = {"dtype": dtype, "device": device}
     queries, keys = shape.queries, shape.keys
     if device.type == "cpu":
-        queries, keys = map(min, (queries, keys), ENOUGH)
+        queries, keys = map(min, (queries, keys), MAX_TIMED_SHAPE)
     q = torch.zeros(1, shape.heads, queries, shape.head_dim, **kw)
     k = torch.zeros(1, shape.heads, keys, shape.head_dim, **kw)
     times = []

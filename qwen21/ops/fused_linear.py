@@ -17,13 +17,13 @@ from .linear import linear
 from .quantized import (
     E4M3,
     Fp8Rows,
-    Packed,
+    QuantizedWeight,
     QuantLinear,
     column_scales,
     fp8_product,
     has_fp8_matmul,
-    packed_linear,
     quantize_rows,
+    quantized_linear,
     scaled,
 )
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..models.dit import DiT
 
 
-class Product:
+class FusedLinear:
     """x [..., in] times a transposed weight [out, in] -> [..., out]."""
 
     fp8 = False  # whether it takes its input as `Fp8Rows`
@@ -43,28 +43,28 @@ class Product:
         return linear(x, self.weight)
 
 
-class PackedProduct(Product):
+class QuantizedLinear(FusedLinear):
     """Of a quantized weight."""
 
-    def __init__(self, packed: Packed) -> None:
+    def __init__(self, packed: QuantizedWeight) -> None:
         self.packed = packed
 
     def __call__(self, x: Tensor) -> Tensor:
-        return packed_linear(x, self.packed)
+        return quantized_linear(x, self.packed)
 
 
-class Fp8Product(Product):
+class Fp8Linear(FusedLinear):
     """Of an E4M3 weight with rows that are quantized already."""
 
     fp8 = True
 
-    def __init__(self, packed: Packed) -> None:
+    def __init__(self, packed: QuantizedWeight) -> None:
         self.packed = packed
         self.scales = column_scales(packed.data, packed.scale)
 
     def __call__(self, x: Fp8Rows) -> Tensor:
-        product = fp8_product(x, self.packed.data, self.scales)
-        return linear(x.values(), scaled(self.packed, x.dtype)) if product is None else product
+        linear_product = fp8_product(x, self.packed.data, self.scales)
+        return linear(x.values(), scaled(self.packed, x.dtype)) if linear_product is None else linear_product
 
 
 def fuse(dit: DiT, fp8: bool | None = None) -> int:
@@ -73,35 +73,35 @@ def fuse(dit: DiT, fp8: bool | None = None) -> int:
     For weights that stay where they are: moved or cast afterwards, views and whole part. LoRAs must be in force before,
     their layers are left alone. `fp8` says whether the device multiplies in FP8, by default what it says itself.
     """
-    fused_products = 0
+    fused_layers = 0
     for block in dit.transformer_blocks:
         attention, mlp = block.attn, block.img_mlp
         dtype = attention.norm_q.weight.dtype
         attention.fused = fused([attention.to_q, attention.to_k, attention.to_v], dtype, fp8)
         mlp.fused = fused([mlp.gate_layer, mlp.proj], dtype, fp8)
-        fused_products += sum(part.fused is not None for part in (attention, mlp))
+        fused_layers += sum(part.fused is not None for part in (attention, mlp))
         for part, layer in ((attention, attention.to_out[0]), (mlp, mlp.out)):
-            product = fused([layer], dtype, fp8)
-            part.product_out = product if product is not None and product.fp8 else None
-    return fused_products
+            linear_product = fused([layer], dtype, fp8)
+            part.fused_out = linear_product if linear_product is not None and linear_product.fp8 else None
+    return fused_layers
 
 
 @torch.no_grad()
-def fused(layers: Sequence[nn.Module], dtype: torch.dtype, fp8: bool | None = None) -> Product | None:
+def fused(layers: Sequence[nn.Module], dtype: torch.dtype, fp8: bool | None = None) -> FusedLinear | None:
     """The layers' outputs beside each other [..., sum of out], for inputs of `dtype`; None where there is no such
     product."""
     if any(layer._forward_hooks or layer.bias is not None for layer in layers):
         return None
     if all(isinstance(layer, nn.Linear) and not isinstance(layer, QuantLinear) for layer in layers):
-        return Product(_joined(layers, "weight"))
+        return FusedLinear(_concatenated(layers, "weight"))
     if all(isinstance(layer, QuantLinear) and layer.weight.dtype == E4M3 for layer in layers):
         for layer in layers:
             if layer.weight_scale is None:
                 layer.weight_scale = torch.ones(1, 1, device=layer.weight.device)
             layer.weight_scale = layer.weight_scale.expand(len(layer.weight), 1)
-        packed = Packed(_joined(layers, "weight"), _joined(layers, "weight_scale"))
+        packed = QuantizedWeight(_concatenated(layers, "weight"), _concatenated(layers, "weight_scale"))
         return (
-            Fp8Product(packed) if (_multiplies(packed.data, dtype) if fp8 is None else fp8) else PackedProduct(packed)
+            Fp8Linear(packed) if (_multiplies(packed.data, dtype) if fp8 is None else fp8) else QuantizedLinear(packed)
         )
     return None
 
@@ -115,7 +115,7 @@ def _multiplies(weight: Tensor, dtype: torch.dtype) -> bool:
     return fp8_product(rows, weight, column_scales(weight, None)) is not None
 
 
-def _joined(layers: Sequence[nn.Module], name: str) -> Tensor:
+def _concatenated(layers: Sequence[nn.Module], name: str) -> Tensor:
     """The layers' tensors of that name as one, of which theirs become views."""
     parts = [getattr(layer, name) for layer in layers]
     if len(parts) == 1:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..config.networks import DiTConfig
 from ..errors import UserError, first_line
 from .quantized import Fp8Rows, quantize_activations, quantize_rows
-from .rope import rotate
+from .rope import apply_rope
 
 FP16_MAX = 65504
 FEWEST_ROWS = 2  # a compiled kernel for any number of rows is none for a single one
@@ -54,19 +54,19 @@ class Kernels:
         x = self.residual(x, gate, update)
         return x, self.norm(x, scale, eps, fp8=fp8)
 
-    def gated(self, gate: Tensor, value: Tensor, *, fp8: bool = False) -> Tensor | Fp8Rows:
+    def silu_mul(self, gate: Tensor, value: Tensor, *, fp8: bool = False) -> Tensor | Fp8Rows:
         """silu(gate) * value, in the place of the gate unless a gradient needs it."""
         own = needs_gradient(gate)  # the largest activations: no second copy of them elsewhere
-        gated = F.silu(gate) * value if own else F.silu(gate, inplace=True).mul_(value)
-        return self.quantized(gated) if fp8 else gated
+        silu_mul = F.silu(gate) * value if own else F.silu(gate, inplace=True).mul_(value)
+        return self.quantized(silu_mul) if fp8 else silu_mul
 
-    def rotation(self, turn: Tensor) -> Tensor:
-        """The rotation [S, D / 2], made once for all layers, in the form that `turned` takes: a token a row."""
-        return turn
+    def rotation(self, rope: Tensor) -> Tensor:
+        """The rotation [S, D / 2], made once for all layers, in the form that `qk_norm_rope` takes: a token a row."""
+        return rope
 
-    def turned(self, x: Tensor, norm: Callable[[Tensor], Tensor], turn: Tensor) -> Tensor:
-        """RMS norm of x [B, S, H, D] by head, then its rotation by turn, as `rotation` gives it."""
-        return rotate(norm(x), turn)
+    def qk_norm_rope(self, x: Tensor, norm: Callable[[Tensor], Tensor], rope: Tensor) -> Tensor:
+        """RMS norm of x [B, S, H, D] by head, then its rotation by rope, as `rotation` gives it."""
+        return apply_rope(norm(x), rope)
 
 
 EAGER = Kernels()
@@ -84,13 +84,13 @@ class CompiledKernels(Kernels):
         self._norm = _compiled(EAGER.norm)
         self._residual = _compiled(EAGER.residual)
         self._residual_norm = _compiled(EAGER.residual_norm)
-        self._gated = _compiled(_gated)
+        self._silu_mul = _compiled(_silu_mul)
         self._quantized = _compiled(quantize_rows)
         self._norm_fp8 = _compiled(_norm_fp8)
         self._residual_norm_fp8 = _compiled(_residual_norm_fp8)
-        self._gated_fp8 = _compiled(_gated_fp8)
-        self._normed_and_turned = _compiled(_normed_and_turned)
-        self._turned = _compiled(_turned)
+        self._silu_mul_fp8 = _compiled(_silu_mul_fp8)
+        self._norm_rope = _compiled(_norm_rope)
+        self._rope_pairs = _compiled(_rope_pairs)
         self.seconds: float | None = None  # that compiling took
 
     @property
@@ -104,18 +104,18 @@ class CompiledKernels(Kernels):
         x, scale = torch.zeros(1, 16, config.width, **kw), torch.ones(config.width, **kw)
         gate = torch.zeros(1, 16, config.mlp_width, **kw)
         heads = x.unflatten(-1, (-1, config.head_dim))
-        turn = torch.ones(16, config.head_dim // 2, dtype=torch.complex64, device=device)
+        rope = torch.ones(16, config.head_dim // 2, dtype=torch.complex64, device=device)
         try:
             for quantizes in (False, True) if fp8 else (False,):
                 self.norm(x, scale, config.eps, fp8=quantizes)
                 self.residual_norm(x, scale, x, scale, config.eps, fp8=quantizes)
-                self.gated(gate, gate.clone(), fp8=quantizes)
+                self.silu_mul(gate, gate.clone(), fp8=quantizes)
             if fp8:
                 self.quantized(x)
             self.residual(x, scale, x)
             norm = nn.RMSNorm(config.head_dim, eps=config.eps, **kw)
-            self.turned(heads, norm, turn)
-            self.turned(heads, norm.forward, turn)
+            self.qk_norm_rope(heads, norm, rope)
+            self.qk_norm_rope(heads, norm.forward, rope)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # of any kind: compilers fail in many ways
@@ -154,26 +154,29 @@ class CompiledKernels(Kernels):
         after, normed = self._residual_norm(*given)
         return after.view(x.shape), normed.view(x.shape)
 
-    def gated(self, gate: Tensor, value: Tensor, *, fp8: bool = False) -> Tensor | Fp8Rows:
+    def silu_mul(self, gate: Tensor, value: Tensor, *, fp8: bool = False) -> Tensor | Fp8Rows:
         if _plain(gate):
-            return super().gated(gate, value, fp8=fp8)
+            return super().silu_mul(gate, value, fp8=fp8)
         rows = _rows(gate)
         if fp8:
-            return Fp8Rows(*self._gated_fp8(rows, _rows(value)), gate.shape, gate.dtype)
-        self._gated(rows, _rows(value))
+            return Fp8Rows(*self._silu_mul_fp8(rows, _rows(value)), gate.shape, gate.dtype)
+        self._silu_mul(rows, _rows(value))
         return rows.view(gate.shape)
 
-    def turned(self, x: Tensor, norm: Callable[[Tensor], Tensor], turn: Tensor) -> Tensor:
-        return super().turned(x, norm, turn) if x.device.type == "cpu" or _plain(x) else self.in_pairs(x, norm, turn)
+    def qk_norm_rope(self, x: Tensor, norm: Callable[[Tensor], Tensor], rope: Tensor) -> Tensor:
+        return (
+            super().qk_norm_rope(x, norm, rope) if x.device.type == "cpu" or _plain(x) else self.in_pairs(x, norm, rope)
+        )
 
-    def in_pairs(self, x: Tensor, norm: Callable[[Tensor], Tensor], turn: Tensor) -> Tensor:
-        """`turned` in real numbers, with the norm where it is PyTorch's own; a host's may keep its weight elsewhere."""
-        pairs = _any_rows(torch.view_as_real(turn).repeat(len(x), 1, 1))
+    def in_pairs(self, x: Tensor, norm: Callable[[Tensor], Tensor], rope: Tensor) -> Tensor:
+        """`qk_norm_rope` in real numbers, with the norm where it is PyTorch's own; a host's may keep its weight
+        elsewhere."""
+        pairs = _any_rows(torch.view_as_real(rope).repeat(len(x), 1, 1))
         if type(norm) is nn.RMSNorm:
-            turned = self._normed_and_turned(_any_rows(x.flatten(0, 1)), norm.weight, pairs, norm.eps)
+            qk_norm_rope = self._norm_rope(_any_rows(x.flatten(0, 1)), norm.weight, pairs, norm.eps)
         else:
-            turned = self._turned(_any_rows(norm(x).flatten(0, 1)), pairs)
-        return turned.view(x.shape)
+            qk_norm_rope = self._rope_pairs(_any_rows(norm(x).flatten(0, 1)), pairs)
+        return qk_norm_rope.view(x.shape)
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,7 +205,7 @@ def _any_rows(x: Tensor) -> Tensor:
     return x
 
 
-def _gated(gate: Tensor, value: Tensor) -> None:
+def _silu_mul(gate: Tensor, value: Tensor) -> None:
     gate.copy_(F.silu(gate) * value)
 
 
@@ -217,16 +220,16 @@ def _residual_norm_fp8(
     return x, *quantize_rows(normed)
 
 
-def _gated_fp8(gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _silu_mul_fp8(gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return quantize_rows(F.silu(gate) * value)
 
 
-def _normed_and_turned(x: Tensor, weight: Tensor, pairs: Tensor, eps: float) -> Tensor:
+def _norm_rope(x: Tensor, weight: Tensor, pairs: Tensor, eps: float) -> Tensor:
     """x [rows, H, D], normed by head and rotated by pairs [rows, D / 2, 2] of cosine and sine."""
-    return _turned(F.rms_norm(x.float(), weight.shape, weight.float(), eps), pairs).to(x.dtype)
+    return _rope_pairs(F.rms_norm(x.float(), weight.shape, weight.float(), eps), pairs).to(x.dtype)
 
 
-def _turned(x: Tensor, pairs: Tensor) -> Tensor:
+def _rope_pairs(x: Tensor, pairs: Tensor) -> Tensor:
     a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
     cos, sin = pairs[:, None].unbind(-1)
     return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)

@@ -53,27 +53,27 @@ class KitchenKernels(Kernels):
         x = product.to(dtype).chunk(3, dim=-1)[1].unflatten(-1, (config.heads, -1))  # strided, as q, k and v can be
         norm = nn.RMSNorm(config.head_dim, eps=config.eps, dtype=dtype, device=device)
         norm.weight = nn.Parameter(weight.to(dtype), requires_grad=False)
-        turn = torch.polar(torch.ones_like(angles), angles)
-        wanted = EAGER.turned(x, norm, turn).float()
+        rope = torch.polar(torch.ones_like(angles), angles)
+        wanted = EAGER.qk_norm_rope(x, norm, rope).float()
         limit = TOLERANCE * torch.finfo(dtype).eps * wanted.abs().max()
         return all(
-            bool(((self.turned(x, way, self.rotation(turn)).float() - wanted).abs() <= limit).all())
+            bool(((self.qk_norm_rope(x, way, self.rotation(rope)).float() - wanted).abs() <= limit).all())
             for way in (norm, norm.forward)
         )
 
-    def rotation(self, turn: Tensor) -> Tensor:
+    def rotation(self, rope: Tensor) -> Tensor:
         """As matrices [S, D / 2, 2, 2]."""
         if self._rope is None:
-            return turn
-        cos, sin = turn.real, turn.imag
+            return rope
+        cos, sin = rope.real, rope.imag
         return torch.stack([cos, -sin, sin, cos], dim=-1).unflatten(-1, (2, 2))
 
-    def turned(self, x: Tensor, norm: Callable[[Tensor], Tensor], turn: Tensor) -> Tensor:
+    def qk_norm_rope(self, x: Tensor, norm: Callable[[Tensor], Tensor], rope: Tensor) -> Tensor:
         if self._rope is None:
-            return EAGER.turned(x, norm, turn)
+            return EAGER.qk_norm_rope(x, norm, rope)
         if needs_gradient(x):
-            return EAGER.turned(x, norm, torch.complex(turn[:, :, 0, 0], turn[:, :, 1, 0]))
-        matrices = turn[None, :, None]  # [1, S, 1, D / 2, 2, 2]
+            return EAGER.qk_norm_rope(x, norm, torch.complex(rope[:, :, 0, 0], rope[:, :, 1, 0]))
+        matrices = rope[None, :, None]  # [1, S, 1, D / 2, 2, 2]
         if type(norm) is nn.RMSNorm:  # a host's own may keep its weight elsewhere
             return self._rms_rope(x, matrices, norm.weight, norm.eps)
         return self._rope(norm(x), matrices)

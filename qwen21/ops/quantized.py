@@ -28,7 +28,7 @@ BLOCKS = ("transformer_blocks.", "language_model.layers.")
 
 
 @dataclass(frozen=True)
-class Packed:
+class QuantizedWeight:
     """A quantized weight: data [rows, columns], scale fp32 [rows, 1] or [1, 1] or None, group size of its rotation."""
 
     data: Tensor
@@ -83,12 +83,12 @@ def hadamard(group: int) -> Tensor:
     return result
 
 
-def rotate(x: Tensor, matrix: Tensor) -> Tensor:
+def hadamard_rotate(x: Tensor, matrix: Tensor) -> Tensor:
     """x [..., n * group] with each group of its last axis rotated, in the dtype of x."""
     return (x.unflatten(-1, (-1, len(matrix))) @ matrix.to(x)).flatten(-2)
 
 
-def scaled(packed: Packed, dtype: torch.dtype) -> Tensor:
+def scaled(packed: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """The weight [rows, columns] in its rotated basis: scaled in fp32, rounded once."""
     values = packed.data.to(dtype)  # exact: int8 and fp8 values are values of bf16, too
     if packed.scale is None:
@@ -96,11 +96,11 @@ def scaled(packed: Packed, dtype: torch.dtype) -> Tensor:
     return values.mul_(packed.scale.reshape(-1, *(1,) * (values.ndim - 1)))
 
 
-def dequantized(packed: Packed, dtype: torch.dtype = torch.float32) -> Tensor:
+def dequantized(packed: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
     """The weight [rows, columns] as it was before quantization, but for what that lost."""
     weight = scaled(packed, torch.float32)
     if packed.group:
-        weight = rotate(weight, hadamard(packed.group).to(weight.device))
+        weight = hadamard_rotate(weight, hadamard(packed.group).to(weight.device))
     return weight.to(dtype)
 
 
@@ -146,7 +146,7 @@ class Fp8Rows(NamedTuple):
 
     def values(self) -> Tensor:
         """What the codes stand for [..., columns]."""
-        return scaled(Packed(self.codes, self.scales), self.dtype).view(self.shape)
+        return scaled(QuantizedWeight(self.codes, self.scales), self.dtype).view(self.shape)
 
 
 def has_fp8_matmul(x: Tensor, weight: Tensor) -> bool:
@@ -189,14 +189,16 @@ def fp8_product(x: Fp8Rows, weight: Tensor, scales: Tensor) -> Tensor | None:
     return product.unflatten(0, x.shape[:-1])
 
 
-def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, rotation: Tensor | None = None) -> Tensor:
+def quantized_linear(
+    x: Tensor, packed: QuantizedWeight, bias: Tensor | None = None, rotation: Tensor | None = None
+) -> Tensor:
     """x [..., columns] times the transposed weight -> [..., rows], in the dtype of x, all on its device.
 
     `rotation` is the matrix of a rotated weight's group, None for others.
     """
     bias = None if bias is None else bias.to(x.dtype)
     if rotation is not None:
-        x = rotate(x, rotation)
+        x = hadamard_rotate(x, rotation)
     elif has_fp8_matmul(x, packed.data):
         product = fp8_matmul(x, packed.data, packed.scale)
         if product is not None:
@@ -204,12 +206,12 @@ def packed_linear(x: Tensor, packed: Packed, bias: Tensor | None = None, rotatio
     return linear(x, scaled(packed, x.dtype), bias)
 
 
-def packed_rows(ids: Tensor, packed: Packed, rotation: Tensor | None = None) -> Tensor:
+def quantized_rows_of(ids: Tensor, packed: QuantizedWeight, rotation: Tensor | None = None) -> Tensor:
     """The rows of a table [entries, width] that ids [...] name -> [..., width], fp32."""
     rows = F.embedding(ids, packed.data).float()
     if packed.scale is not None:
         rows *= F.embedding(ids, packed.scale) if len(packed.scale) > 1 else packed.scale
-    return rows if rotation is None else rotate(rows, rotation)
+    return rows if rotation is None else hadamard_rotate(rows, rotation)
 
 
 # --- layers --------------------------------------------------------------------------------------------------------
@@ -218,7 +220,7 @@ def packed_rows(ids: Tensor, packed: Packed, rotation: Tensor | None = None) -> 
 class _Quantized(nn.Module):
     """Holds a packed weight; its `weight` and `weight_scale` are as in the file."""
 
-    def __init__(self, packed: Packed, rotation: Tensor | None = None) -> None:
+    def __init__(self, packed: QuantizedWeight, rotation: Tensor | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(packed.data, requires_grad=False)
         self.register_buffer("weight_scale", packed.scale)
@@ -227,8 +229,8 @@ class _Quantized(nn.Module):
         self.register_buffer("rotation", rotation if packed.group else None, persistent=False)
 
     @property
-    def packed(self) -> Packed:
-        return Packed(self.weight, self.weight_scale, 0 if self.rotation is None else len(self.rotation))
+    def packed(self) -> QuantizedWeight:
+        return QuantizedWeight(self.weight, self.weight_scale, 0 if self.rotation is None else len(self.rotation))
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The whole weight, for those who must see it. Not kept."""
@@ -238,14 +240,14 @@ class _Quantized(nn.Module):
 class QuantLinear(_Quantized):
     """A linear layer over a quantized weight [rows, columns]. Layers may share a `rotation`, bf16 [group, group]."""
 
-    def __init__(self, packed: Packed, bias: Tensor | None = None, rotation: Tensor | None = None) -> None:
+    def __init__(self, packed: QuantizedWeight, bias: Tensor | None = None, rotation: Tensor | None = None) -> None:
         super().__init__(packed, rotation)
         self.out_features, self.in_features = packed.data.shape
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., columns] -> [..., rows], in the dtype of x."""
-        return packed_linear(x, self.packed, self.bias, self.rotation)
+        return quantized_linear(x, self.packed, self.bias, self.rotation)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.weight.dtype}"
@@ -256,7 +258,7 @@ class QuantEmbedding(_Quantized):
 
     def forward(self, ids: Tensor) -> Tensor:
         """ids [...] -> [..., width], fp32."""
-        return packed_rows(ids, self.packed, self.rotation)
+        return quantized_rows_of(ids, self.packed, self.rotation)
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ def rotation(
     return torch.complex(angles.cos(), angles.sin())
 
 
-def rotate(x: Tensor, turn: Tensor) -> Tensor:
+def apply_rope(x: Tensor, turn: Tensor) -> Tensor:
     """Rotate the interleaved pairs (2k, 2k+1) of x [B, S, H, D] by `turn` [S, D / 2] in fp32; returns x's dtype."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # [B, S, H, D/2]
     return torch.view_as_real(pairs * turn[:, None]).flatten(-2).to(x.dtype)

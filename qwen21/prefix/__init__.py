@@ -1,9 +1,9 @@
 """Keys and values of a prefix, kept between denoising steps, and between runs."""
 
-from .codecs import CODECS, FIDELITY, NATIVE, Codec, codec_named, fitting_codec, unit_bytes
-from .contiguous import Joined
-from .keys import Origins, TextOrigin, content, text_origin, unit_keys
-from .kv import Prefix, Unit
+from .codecs import CODECS, FIDELITY, NATIVE, Codec, codec_named, fitting_codec, kv_block_bytes
+from .contiguous import ContiguousKV
+from .keys import Origins, TextOrigin, content, kv_block_keys, text_origin
+from .kv import KVBlock, Prefix
 from .placement import Placement
 from .reuse import PrefixInputs, Reuse, prefix_for_now, prefix_through
 from .store import ModelIdentity, Store
@@ -14,7 +14,7 @@ __all__ = [
     "FIDELITY",
     "NATIVE",
     "Codec",
-    "Joined",
+    "ContiguousKV",
     "LayerReader",
     "ModelIdentity",
     "Origins",
@@ -24,13 +24,13 @@ __all__ = [
     "Reuse",
     "Store",
     "TextOrigin",
-    "Unit",
+    "KVBlock",
     "codec_named",
     "content",
     "fitting_codec",
     "prefix_for_now",
     "prefix_through",
     "text_origin",
-    "unit_bytes",
-    "unit_keys",
+    "kv_block_bytes",
+    "kv_block_keys",
 ]

@@ -1,10 +1,10 @@
-"""How the keys and values of one unit of a prefix are kept: as they are, or packed into 8 bits until attention.
+"""How the keys and values of one KV block of a prefix are kept: as they are, or packed into 8 bits until attention.
 
-A unit is a run of n tokens; one layer of it has rotated keys k and values v, each [1, H, n, D]. Packing is per token
-and head: 8-bit codes and one fp32 scale, the row's largest magnitude over the largest code. Two things come before the
-rounding, each where it was measured to win (tests/bench/codecs.py):
+A KV block is a run of n tokens; one layer of it has rotated keys k and values v, each [1, H, n, D]. Packing is per
+token and head: 8-bit codes and one fp32 scale, the row's largest magnitude over the largest code. Two things come
+before the rounding, each where it was measured to win (tests/bench/codecs.py):
 
-- centring: the mean of each head and channel over the unit's tokens is subtracted, and added back in decoding. A
+- centring: the mean of each head and channel over the KV block's tokens is subtracted, and added back in decoding. A
   channel with a bias, as keys have them, then no longer sets the scale of the others.
 - rotation (int8 alone): an orthonormal Hadamard transform of the head dimension spreads a wide channel over all. fp8
   has its own exponent per value, so a wide channel costs the others nothing, and spread its error does more harm.
@@ -25,15 +25,15 @@ Parts = tuple[Tensor, ...]
 
 FP8 = torch.float8_e4m3fn
 LARGEST = {FP8: 448.0, torch.int8: 127.0}  # of the codes
-CENTRED_FROM = 8  # tokens: here the mean costs half of what the codes do, below 5 a unit would outgrow bf16
+CENTRED_FROM = 8  # tokens: here the mean costs half of what the codes do, below 5 a KV block would outgrow bf16
 
 
 @dataclass(frozen=True)
-class Packing:
+class KVPacking:
     """How one tensor [1, H, n, D] is packed: `code` is the codes' dtype, None for as it is.
 
-    Packed parts are codes [1, H, n, D], scales [1, H, n, 1] fp32 and, where the unit is centred, its means [1, H, 1, D]
-    fp32. A NaN or an infinity is not hidden: its row, if centred its whole head, comes back with NaN.
+    Packed parts are codes [1, H, n, D], scales [1, H, n, 1] fp32 and, where the KV block is centred, its means [1, H,
+    1, D] fp32. A NaN or an infinity is not hidden: its row, if centred its whole head, comes back with NaN.
     """
 
     code: torch.dtype | None = None
@@ -47,7 +47,7 @@ class Packing:
         if not self._centres(x.shape[2]):
             return self._quantize(x.to(torch.float32, copy=True))
         codes, scales = self._quantize(x - x.mean(2, keepdim=True, dtype=torch.float32))
-        # The mean that leaves the unit without a mean error: attention to many tokens averages the rest away.
+        # The mean that leaves the KV block without a mean error: attention to many tokens averages the rest away.
         return codes, scales, self._dequantize(codes, scales).sub_(x).mean(2, keepdim=True).neg_()
 
     def decode(self, parts: Parts, dtype: torch.dtype) -> Tensor:
@@ -107,15 +107,15 @@ def _hadamard(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Codec:
-    """One way of keeping a unit. Equal k and v give equal bytes; no unit's decoding depends on another.
+    """One way of keeping a KV block. Equal k and v give equal bytes; no KV block's decoding depends on another.
 
     `native` neither copies nor casts; it returns the tensors given, views too. int8 keeps the attention output to
     about 1%, fp8 to 3 to 5%, at the same bytes.
     """
 
     name: str
-    keys: Packing
-    values: Packing
+    keys: KVPacking
+    values: KVPacking
 
     @property
     def lossless(self) -> bool:
@@ -134,13 +134,13 @@ class Codec:
         return self.values.decode(parts, dtype)
 
     def nbytes(self, tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
-        """Bytes of all packed tensors of one layer of one unit whose k and v are of `dtype`."""
+        """Bytes of all packed tensors of one layer of one KV block whose k and v are of `dtype`."""
         return sum(half.nbytes(tokens, heads, head_dim, dtype) for half in (self.keys, self.values))
 
 
-_NATIVE = Packing()
-_FP8 = Packing(FP8, centred=True)
-_INT8 = Packing(torch.int8, centred=True, rotated=True)
+_NATIVE = KVPacking()
+_FP8 = KVPacking(FP8, centred=True)
+_INT8 = KVPacking(torch.int8, centred=True, rotated=True)
 
 CODECS: Mapping[str, Codec] = {
     codec.name: codec
@@ -155,8 +155,9 @@ NATIVE = CODECS["native"]
 FIDELITY = ("native", "int8", "fp8_v", "fp8")  # the most faithful first; source: tests/bench/codecs.py
 
 
-def unit_bytes(config: DiTConfig, tokens: int, dtype: torch.dtype, codec: Codec = NATIVE) -> int:
-    """K and V of one unit, all layers. Native: 2 GiB for a reference of 1024 x 1024 pixels (4096 tokens) in bf16."""
+def kv_block_bytes(config: DiTConfig, tokens: int, dtype: torch.dtype, codec: Codec = NATIVE) -> int:
+    """K and V of one KV block, all layers. Native: 2 GiB for a reference of 1024 x 1024 pixels (4096 tokens) in
+    bf16."""
     return config.layers * codec.nbytes(tokens, config.heads, config.head_dim, dtype)
 
 

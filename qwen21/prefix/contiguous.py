@@ -9,7 +9,7 @@ from ..config.networks import DiTConfig
 from .kv import Prefix
 
 
-class Joined:
+class ContiguousKV:
     """Keys and values [1, H, prefix + tokens, D] of every layer. A step writes its own behind the prefix and attends to
     the whole, and neither decodes nor copies the prefix again."""
 

@@ -1,9 +1,9 @@
-"""What makes the units of a prefix, as short names: equal names, equal K and V.
+"""What makes the KV blocks of a prefix, as short names: equal names, equal K and V.
 
-A unit's K and V follow from the text states and reference latents up to its end. Our encoder reads each reference by
-itself, so the states up to its end are bit-equal whatever follows, and their origin names them without a tensor being
-compared: token ids, reference pixels, encoder. Others may change a tensor and keep the dictionary it came in, so an
-origin counts only while the content noted beside it still matches; else the content itself is the name.
+A KV block's K and V follow from the text states and reference latents up to its end. Our encoder reads each reference
+by itself, so the states up to its end are bit-equal whatever follows, and their origin names them without a tensor
+being compared: token ids, reference pixels, encoder. Others may change a tensor and keep the dictionary it came in, so
+an origin counts only while the content noted beside it still matches; else the content itself is the name.
 """
 
 from __future__ import annotations
@@ -67,10 +67,10 @@ class Origins:
         return cls(None if text is None else TextOrigin(**_with_tuples(text)), facts.get("latents") or {})
 
 
-def unit_keys(
+def kv_block_keys(
     text: Tensor, references: Sequence[Tensor], slots: Sequence[int], origins: Origins = Origins()
 ) -> tuple[str, ...]:
-    """A name for each unit of a prefix, each covering everything before it.
+    """A name for each KV block of a prefix, each covering everything before it.
 
     text [T, width] and references [..., h, w] are the tensors as their makers handed them on, before any cast.
     """
@@ -78,8 +78,8 @@ def unit_keys(
     origin = origins.text if origins.text is not None and origins.text.content == content(text) else None
     keys: list[str] = []
     above = ""
-    for unit in layout.units:
-        parts = [_segment(segment, text, references, origin, origins.latents) for segment in unit]
+    for kv_block in layout.kv_blocks:
+        parts = [_segment(segment, text, references, origin, origins.latents) for segment in kv_block]
         above = _named(above, parts)
         keys.append(above)
     return tuple(keys)
@@ -126,8 +126,9 @@ def _named(*parts: object) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-def unit_names(layout: PrefixLayout) -> tuple[str, ...]:
-    """What people call each unit: the reference it ends with, or the text."""
+def kv_block_names(layout: PrefixLayout) -> tuple[str, ...]:
+    """What people call each KV block: the reference it ends with, or the text."""
     return tuple(
-        f"reference {unit[-1].index + 1}" if isinstance(unit[-1], ImageSegment) else "the text" for unit in layout.units
+        f"reference {kv_block[-1].index + 1}" if isinstance(kv_block[-1], ImageSegment) else "the text"
+        for kv_block in layout.kv_blocks
     )

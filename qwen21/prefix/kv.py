@@ -1,4 +1,4 @@
-"""K and V of one prefix: a chain of units, each packed by a codec, read layer by layer."""
+"""K and V of one prefix: a chain of KV blocks, each packed by a codec, read layer by layer."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .transfer import HostBuffer, LayerReader, same_device
 Device = torch.device | str
 
 
-class Unit:
-    """Rotated keys and values of one unit of a prefix, packed, for every layer.
+class KVBlock:
+    """Rotated keys and values of one KV block of a prefix, packed, for every layer.
 
-    Prefixes that begin alike share units. Once filled, a unit never changes but for where it lies; `seconds` is what
-    its prefill took, and so what reusing it saves.
+    Prefixes that begin alike share KV blocks. Once filled, a KV block never changes but for where it lies; `seconds` is
+    what its prefill took, and so what reusing it saves.
     """
 
     def __init__(self, tokens: int, codec: Codec) -> None:
@@ -36,36 +36,36 @@ class Unit:
 
     @property
     def device(self) -> torch.device:
-        """Where the unit lies; on the way from one device to another, where its first layer is."""
+        """Where the KV block lies; on the way from one device to another, where its first layer is."""
         return self.layers[0][0][0].device
 
     def append(self, k: Tensor, v: Tensor, storage: torch.device, layers: int) -> None:
-        """Pack the next of `layers` layers: k, v [1, H, n, D], which the unit may keep as they are."""
+        """Pack the next of `layers` layers: k, v [1, H, n, D], which the KV block may keep as they are."""
         packed = self.codec.encode(k, v)
         if not same_device(storage, k.device):
             if self._buffer is None and storage.type == "cpu":
-                self._buffer = HostBuffer(_aligned(packed) * layers, k.device)
+                self._buffer = HostBuffer(_aligned_bytes(packed) * layers, k.device)
             packed = _moved(packed, storage, self._buffer)
         self.layers.append(packed)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until every layer has arrived where it is kept."""
         if self._buffer is not None:
-            self._buffer.settle()
+            self._buffer.synchronize()
 
     def move(self, device: Device) -> None:
-        """Carry every layer to another device. Who reads the unit at that moment keeps what was read."""
+        """Carry every layer to another device. Who reads the KV block at that moment keeps what was read."""
         device = torch.device(device)
         with self._moving:
             if not self.layers or same_device(self.device, device):
                 return
             buffer = None
             if device.type == "cpu":
-                buffer = HostBuffer(sum(_aligned(layer) for layer in self.layers), self.device)
+                buffer = HostBuffer(sum(_aligned_bytes(layer) for layer in self.layers), self.device)
             for i, layer in enumerate(self.layers):
                 self.layers[i] = _moved(layer, device, buffer)
             self._buffer = buffer
-            self.settle()
+            self.synchronize()
 
     def decode(self, layer: tuple[Parts, Parts], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """k, v [1, H, n, D] of a layer's packed parts."""
@@ -73,11 +73,11 @@ class Unit:
 
 
 class Prefix:
-    """The units of one prefix, in order. It serves a whole batch."""
+    """The KV blocks of one prefix, in order. It serves a whole batch."""
 
-    def __init__(self, layout: PrefixLayout, units: Sequence[Unit] = ()) -> None:
+    def __init__(self, layout: PrefixLayout, kv_blocks: Sequence[KVBlock] = ()) -> None:
         self.layout = layout
-        self.units = list(units)
+        self.kv_blocks = list(kv_blocks)
 
     @property
     def length(self) -> int:
@@ -85,14 +85,14 @@ class Prefix:
 
     @property
     def nbytes(self) -> int:
-        return sum(unit.nbytes for unit in self.units)
+        return sum(kv_block.nbytes for kv_block in self.kv_blocks)
 
     def reader(self, device: torch.device, dtype: torch.dtype) -> LayerReader:
-        """Calls give one layer after another: k, v [1, H, n, D] of each unit, on `device`."""
-        return LayerReader(self.units, device, dtype)
+        """Calls give one layer after another: k, v [1, H, n, D] of each KV block, on `device`."""
+        return LayerReader(self.kv_blocks, device, dtype)
 
 
-def _aligned(layer: tuple[Parts, Parts]) -> int:
+def _aligned_bytes(layer: tuple[Parts, Parts]) -> int:
     return sum(HostBuffer.aligned(part.nbytes) for parts in layer for part in parts)
 
 

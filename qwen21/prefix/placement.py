@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from .kv import Unit
+from .kv import KVBlock
 from .store import Store
 
 RAM = torch.device("cpu")
 
 
-def without_effect(where: str, gpu: bool) -> list[str]:
+def ineffective_flags(where: str, gpu: bool) -> list[str]:
     """A warning where a prefix shall lie on a GPU and none computes."""
     return ["--kv-device gpu is without effect: no GPU computes"] if where == "gpu" and not gpu else []
 
@@ -23,8 +23,8 @@ class Placement:
     """Where the prefixes of a run are kept: `where` is auto, gpu or cpu.
 
     auto is the `device` that computes while a prefix fits there beside `working` bytes of activations, after older ones
-    left it, else RAM. `free` and `free_ram` tell bytes, free None where nothing is known of the device; `give_up` frees
-    so many bytes of stored prefixes on the device, sparing units about to be used, and returns how many it freed.
+    left it, else RAM. `free` and `free_ram` tell bytes, free None where nothing is known of the device; `evict` frees
+    so many bytes of stored prefixes on the device, sparing KV blocks about to be used, and returns how many it freed.
     """
 
     where: str
@@ -33,15 +33,15 @@ class Placement:
     store: Store
     free: Callable[[], int | None]
     free_ram: Callable[[], int]
-    give_up: Callable[[int, Sequence[Unit]], int]
+    evict: Callable[[int, Sequence[KVBlock]], int]
 
-    def place(self, needed: int, head: Sequence[Unit]) -> torch.device:
-        """The device for a prefix of which `needed` bytes are not on it yet, and which begins with stored units."""
+    def place(self, needed: int, cached: Sequence[KVBlock]) -> torch.device:
+        """The device for a prefix of which `needed` bytes are not on it yet, and which begins with stored KV blocks."""
         if self._in_ram:
             return RAM
         lacking = needed + self.working - (self.free() or 0)
         if lacking > 0:
-            lacking -= self.give_up(lacking, head)
+            lacking -= self.evict(lacking, cached)
         return self.device if self.where == "gpu" or lacking <= 0 else RAM
 
     def spare(self) -> int | None:

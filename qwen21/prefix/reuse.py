@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 
 from ..sequence import PrefixLayout, prefix_layout
-from .codecs import CODECS, Codec, codec_named, fitting_codec, unit_bytes
-from .keys import unit_names
-from .kv import Prefix, Unit
+from .codecs import CODECS, Codec, codec_named, fitting_codec, kv_block_bytes
+from .keys import kv_block_names
+from .kv import KVBlock, Prefix
 from .store import ModelIdentity, Store
 from .transfer import same_device
 
 if TYPE_CHECKING:
     from ..models.dit import DiT
 
-# Bytes that the device does not hold yet, and stored units that the prefix begins with -> where the prefix is kept.
-Place = Callable[[int, Sequence[Unit]], torch.device]
+# Bytes that the device does not hold yet, and stored KV blocks that the prefix begins with -> where the prefix is kept.
+Place = Callable[[int, Sequence[KVBlock]], torch.device]
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,17 @@ class Reuse:
 
     @classmethod
     def of(cls, prefix: Prefix, reused: int, reason: str, kind: str | None = None) -> Reuse:
-        """Of a prefix whose first `reused` units were there before."""
-        old, new = prefix.units[:reused], prefix.units[reused:]
+        """Of a prefix whose first `reused` KV blocks were there before."""
+        old, new = prefix.kv_blocks[:reused], prefix.kv_blocks[reused:]
         return cls(
             kind or ("miss" if not old else "partial" if new else "hit"),
-            sum(unit.tokens for unit in old),
+            sum(kv_block.tokens for kv_block in old),
             prefix.length,
             reason,
-            prefix.units[0].codec.name,
-            prefix.units[0].device.type,
-            sum(unit.seconds for unit in new),
-            sum(unit.seconds for unit in old),
+            prefix.kv_blocks[0].codec.name,
+            prefix.kv_blocks[0].device.type,
+            sum(kv_block.seconds for kv_block in new),
+            sum(kv_block.seconds for kv_block in old),
         )
 
     def __str__(self) -> str:
@@ -76,7 +76,7 @@ class Reuse:
 
 @dataclass(frozen=True)
 class PrefixInputs:
-    """What `DiT.prefill` takes, and a name for each unit of it (`unit_keys`)."""
+    """What `DiT.prefill` takes, and a name for each KV block of it (`kv_block_keys`)."""
 
     text: Tensor
     references: Sequence[Tensor]
@@ -88,8 +88,8 @@ class PrefixInputs:
         return prefix_layout(len(self.text), self.slots, [tuple(r.shape[-2:]) for r in self.references])
 
     def nbytes(self, dit: DiT, codec: Codec, stored: int = 0) -> int:
-        """Bytes of the prefix, but for its first `stored` units."""
-        return sum(unit_bytes(dit.config, n, self.text.dtype, codec) for n in self.layout.unit_tokens[stored:])
+        """Bytes of the prefix, but for its first `stored` KV blocks."""
+        return sum(kv_block_bytes(dit.config, n, self.text.dtype, codec) for n in self.layout.kv_block_tokens[stored:])
 
     def codec(self, name: str, dit: DiT, device: int | None, ram: int) -> str:
         """A codec's name as it is; for `auto` the one that fits, see `fitting_codec`."""
@@ -106,23 +106,23 @@ def prefix_through(
     place: Place,
     **prefill: Any,
 ) -> tuple[Prefix, Reuse]:
-    """The prefix of some inputs: its stored head, and the rest prefilled and stored.
+    """The prefix of some inputs: its stored cached, and the rest prefilled and stored.
 
     `place` says where to keep it; further keywords go to
     `DiT.prefill`. Batches, both branches and later runs share what they have in common.
     """
     codec, device = codec_named(identity.codec), inputs.text.device
-    why = store.why_missing(identity, inputs.keys, unit_names(inputs.layout))
-    head = store.head(identity, inputs.keys)
-    absent = sum(unit.nbytes for unit in head if not same_device(unit.device, device))
-    storage = place(absent + inputs.nbytes(dit, codec, len(head)), head)
-    for unit in head:
-        unit.move(storage)
+    why = store.why_missing(identity, inputs.keys, kv_block_names(inputs.layout))
+    cached = store.cached(identity, inputs.keys)
+    absent = sum(kv_block.nbytes for kv_block in cached if not same_device(kv_block.device, device))
+    storage = place(absent + inputs.nbytes(dit, codec, len(cached)), cached)
+    for kv_block in cached:
+        kv_block.move(storage)
     prefix = dit.prefill(
-        inputs.text, inputs.references, inputs.slots, head=head, codec=codec, storage=storage, **prefill
+        inputs.text, inputs.references, inputs.slots, cached=cached, codec=codec, storage=storage, **prefill
     )
-    store.add(identity, inputs.keys, prefix.units)
-    reuse = Reuse.of(prefix, len(head), why)
+    store.add(identity, inputs.keys, prefix.kv_blocks)
+    reuse = Reuse.of(prefix, len(cached), why)
     store.count(reuse)
     return prefix, reuse
 

@@ -1,4 +1,4 @@
-"""The prefix store: units of K and V that outlive a run, found again by what made them."""
+"""The prefix store: KV blocks of K and V that outlive a run, found again by what made them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .kv import Unit
+from .kv import KVBlock
 from .transfer import same_device
 
 if TYPE_CHECKING:
     from .reuse import Reuse
 
-REMEMBERED = 1024  # units given up whose reason is still known
+REMEMBERED = 1024  # KV blocks given up whose reason is still known
 
 
 @dataclass(frozen=True)
@@ -57,57 +57,60 @@ class Statistics:
 
 
 class Store:
-    """Units by (model, what made them and all before them), within a budget of bytes; least recently used ones go.
+    """KV blocks by (model, what made them and all before them), within a budget of bytes; least recently used ones go.
 
-    Chains are used from their heads, so a unit is never kept longer than the ones before it. All methods may be called
-    from any thread. A unit that is given up lives on in the prefixes that hold it.
+    Chains are used from their heads, so a KV block is never kept longer than the ones before it. All methods may be
+    called from any thread. A KV block that is given up lives on in the prefixes that hold it.
     """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.statistics = Statistics()
-        self._units: OrderedDict[Key, Unit] = OrderedDict()  # least recently used first
+        self._kv_blocks: OrderedDict[Key, KVBlock] = OrderedDict()  # least recently used first
         self._parents: dict[Key, Key | None] = {}
         self._gone: OrderedDict[Key, str] = OrderedDict()
         self._latest: ModelIdentity | None = None
         self._lock = threading.RLock()
 
-    def head(self, identity: ModelIdentity, keys: Sequence[str]) -> list[Unit]:
-        """The stored units that a chain begins with, as many as there are."""
+    def longest_match(self, identity: ModelIdentity, keys: Sequence[str]) -> list[KVBlock]:
+        """The stored KV blocks that a chain begins with, as many as there are."""
         with self._lock:
-            found: list[Unit] = []
+            found: list[KVBlock] = []
             for key in keys:
-                unit = self._units.get((identity, key))
-                if unit is None:
+                kv_block = self._kv_blocks.get((identity, key))
+                if kv_block is None:
                     break
-                found.append(unit)
+                found.append(kv_block)
             self._touch(identity, keys[: len(found)])
             return found
 
     def holds(self, identity: ModelIdentity, keys: Sequence[str], device: torch.device | None = None) -> int:
-        """How many units of a chain are stored, from its first, on a device or on any. Counts as no use."""
+        """How many KV blocks of a chain are stored, from its first, on a device or on any. Counts as no use."""
         with self._lock:
-            units = [self._units.get((identity, key)) for key in keys]
-            return next((i for i, unit in enumerate(units) if unit is None or not _lies(unit, device)), len(keys))
+            kv_blocks = [self._kv_blocks.get((identity, key)) for key in keys]
+            return next(
+                (i for i, kv_block in enumerate(kv_blocks) if kv_block is None or not _lies(kv_block, device)),
+                len(keys),
+            )
 
-    def add(self, identity: ModelIdentity, keys: Sequence[str], units: Sequence[Unit]) -> None:
+    def add(self, identity: ModelIdentity, keys: Sequence[str], kv_blocks: Sequence[KVBlock]) -> None:
         """Keep a chain, as far as the budget goes: its head outlasts its tail."""
         with self._lock:
             self._latest = identity
             parent: Key | None = None
             kept = 0
-            for key, unit in zip(keys, units, strict=True):
-                if self._units.setdefault((identity, key), unit) is not unit:
+            for key, kv_block in zip(keys, kv_blocks, strict=True):
+                if self._kv_blocks.setdefault((identity, key), kv_block) is not kv_block:
                     break  # another thread made this one too: what was made behind ours must not be found behind it
                 self._parents[identity, key] = parent
                 self._gone.pop((identity, key), None)
                 parent = identity, key
                 kept += 1
             self._touch(identity, keys[:kept])
-            self._drop(self.nbytes() - self.budget, lambda unit: True, "the store's budget was full")
+            self._drop(self.nbytes() - self.budget, lambda kv_block: True, "the store's budget was full")
 
     def why_missing(self, identity: ModelIdentity, keys: Sequence[str], names: Sequence[str]) -> str:
-        """Why the first of `keys` that is not stored is not; `names` say what people call each unit."""
+        """Why the first of `keys` that is not stored is not; `names` say what people call each KV block."""
         with self._lock:
             at = self.holds(identity, keys)
             if at == len(keys):
@@ -116,14 +119,14 @@ class Store:
                 return f"{names[at]} was stored, but {gone}"
             if self._latest is None:
                 return "nothing stored yet for this loaded model"
-            if identity != self._latest and not any(identity == known for known, _ in self._units):
+            if identity != self._latest and not any(identity == known for known, _ in self._kv_blocks):
                 return ", ".join(identity.changes(self._latest))
             return f"new from {names[at]} on" if at < len(keys) - 1 else f"{names[at]} is new"
 
     def nbytes(self, device: torch.device | None = None) -> int:
         """Bytes stored, on a device or on all."""
         with self._lock:
-            return sum(unit.nbytes for unit in self._units.values() if _lies(unit, device))
+            return sum(kv_block.nbytes for kv_block in self._kv_blocks.values() if _lies(kv_block, device))
 
     def release(
         self,
@@ -132,29 +135,33 @@ class Store:
         why: str,
         to: torch.device | None = None,
         most: int | None = None,
-        sparing: Sequence[Unit] = (),
+        exclude: Sequence[KVBlock] = (),
     ) -> int:
         """Free at least `nbytes` of what lies on `device`, oldest first, and return how many were freed.
 
-        Units move to the device `to` if given, at most `most` bytes of them, else they go. Those to be used now are
+        KV blocks move to the device `to` if given, at most `most` bytes of them, else they go. Those to be used now are
         spared.
         """
-        spared = {id(unit) for unit in sparing}
+        spared = {id(kv_block) for kv_block in exclude}
         with self._lock:
             if to is None:
-                return self._drop(nbytes, lambda unit: _lies(unit, device) and id(unit) not in spared, why)
+                return self._drop(nbytes, lambda kv_block: _lies(kv_block, device) and id(kv_block) not in spared, why)
             freed = 0
-            for unit in list(self._units.values()):
+            for kv_block in list(self._kv_blocks.values()):
                 if freed >= nbytes:
                     break
-                if id(unit) not in spared and _lies(unit, device) and (most is None or freed + unit.nbytes <= most):
-                    freed += unit.nbytes
-                    unit.move(to)
+                if (
+                    id(kv_block) not in spared
+                    and _lies(kv_block, device)
+                    and (most is None or freed + kv_block.nbytes <= most)
+                ):
+                    freed += kv_block.nbytes
+                    kv_block.move(to)
             return freed
 
     def clear(self, why: str) -> None:
         with self._lock:
-            self._drop(self.nbytes(), lambda unit: True, why)
+            self._drop(self.nbytes(), lambda kv_block: True, why)
 
     def count(self, reuse: Reuse) -> None:
         """Take a finished lookup into the statistics."""
@@ -168,34 +175,34 @@ class Store:
             numbers.seconds_saved += reuse.saved
 
     def __len__(self) -> int:
-        return len(self._units)
+        return len(self._kv_blocks)
 
     def _touch(self, identity: ModelIdentity, keys: Sequence[str]) -> None:
         for key in reversed(keys):  # the head last, so that it is the last to go
-            self._units.move_to_end((identity, key))
+            self._kv_blocks.move_to_end((identity, key))
 
-    def _drop(self, nbytes: int, wanted: Callable[[Unit], bool], why: str) -> int:
+    def _drop(self, nbytes: int, wanted: Callable[[KVBlock], bool], why: str) -> int:
         freed = 0
-        for key, unit in list(self._units.items()):
+        for key, kv_block in list(self._kv_blocks.items()):
             if freed >= nbytes:
                 break
-            if key in self._units and wanted(unit):
+            if key in self._kv_blocks and wanted(kv_block):
                 freed += self._forget(key, wanted, why)
         while len(self._gone) > REMEMBERED:
             self._gone.popitem(last=False)
         return freed
 
-    def _forget(self, key: Key, wanted: Callable[[Unit], bool], why: str) -> int:
-        """Drop a unit and those behind it, which cannot be found without it; returns the freed bytes that count."""
-        unit = self._units.pop(key)
+    def _forget(self, key: Key, wanted: Callable[[KVBlock], bool], why: str) -> int:
+        """Drop a KV block and those behind it, which cannot be found without it; returns the freed bytes that count."""
+        kv_block = self._kv_blocks.pop(key)
         del self._parents[key]
         self._gone[key] = why
         self.statistics.evicted += 1
-        freed = unit.nbytes if wanted(unit) else 0
+        freed = kv_block.nbytes if wanted(kv_block) else 0
         for child in [child for child, parent in self._parents.items() if parent == key]:
             freed += self._forget(child, wanted, why)
         return freed
 
 
-def _lies(unit: Unit, device: torch.device | None) -> bool:
-    return device is None or same_device(unit.device, device)
+def _lies(kv_block: KVBlock, device: torch.device | None) -> bool:
+    return device is None or same_device(kv_block.device, device)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from .codecs import Parts
-    from .kv import Unit
+    from .kv import KVBlock
 
 ALIGNMENT = 256  # bytes: any dtype may start there
 # Without this, pages count as memory shared with other processes. Windows has no such choice.
@@ -41,10 +41,12 @@ class _Pages(mmap.mmap):
 
 
 class HostBuffer:
-    """RAM for one unit, page-locked where `source` is a CUDA device, that tensors are copied into one after another.
+    """RAM for one KV block, page-locked where `source` is a CUDA device, that tensors are copied into one after
+    another.
 
     One block instead of many tensors: PyTorch's own pinned allocator rounds every one up to a power of two. Copies run
-    on a stream of their own; `settle` waits for them. Where locking is refused the memory works all the same, slower.
+    on a stream of their own; `synchronize` waits for them. Where locking is refused the memory works all the same,
+    slower.
     """
 
     def __init__(self, nbytes: int, source: torch.device) -> None:
@@ -60,7 +62,7 @@ class HostBuffer:
         return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
     def take(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor` in this buffer; valid after `settle`."""
+        """A copy of `tensor` in this buffer; valid after `synchronize`."""
         room = self._data[self._used : self._used + tensor.nbytes]
         self._used += self.aligned(tensor.nbytes)
         copy = room.view(tensor.dtype).view(tensor.shape)
@@ -72,49 +74,49 @@ class HostBuffer:
         tensor.record_stream(self._stream)
         return copy
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for the copies."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 class LayerReader:
-    """The layers of some units, in order, on the device that computes.
+    """The layers of some KV blocks, in order, on the device that computes.
 
-    While one layer is worked on, the next one's packed bytes are already on their way where units lie in RAM beside a
-    CUDA device. So layers must be asked for one after another, from the first.
+    While one layer is worked on, the next one's packed bytes are already on their way where KV blocks lie in RAM beside
+    a CUDA device. So layers must be asked for one after another, from the first.
     """
 
-    def __init__(self, units: Sequence[Unit], device: torch.device, dtype: torch.dtype) -> None:
-        self._units = units
+    def __init__(self, kv_blocks: Sequence[KVBlock], device: torch.device, dtype: torch.dtype) -> None:
+        self._kv_blocks = kv_blocks
         self._device, self._dtype = device, dtype
-        away = not all(same_device(unit.device, device) for unit in units)
-        self._stream = torch.cuda.Stream(device) if away and device.type == "cuda" else None
+        offloaded = not all(same_device(kv_block.device, device) for kv_block in kv_blocks)
+        self._stream = torch.cuda.Stream(device) if offloaded and device.type == "cuda" else None
         self._ahead: list[tuple[Parts, Parts]] = []
-        self._layers = min((len(unit.layers) for unit in units), default=0)
+        self._layers = min((len(kv_block.layers) for kv_block in kv_blocks), default=0)
         self._fetch(0)
 
     def __call__(self, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """k, v [1, H, n, D] of each unit's layer, decoded."""
+        """k, v [1, H, n, D] of each KV block's layer, decoded."""
         packed = self._ahead
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_stream(self._stream)
-            for parts in (parts for unit in packed for parts in unit):
+            for parts in (parts for kv_block in packed for parts in kv_block):
                 for part in parts:
                     part.record_stream(current)
         self._fetch(layer + 1)
-        return [unit.decode(parts, self._dtype) for unit, parts in zip(self._units, packed, strict=True)]
+        return [kv_block.decode(parts, self._dtype) for kv_block, parts in zip(self._kv_blocks, packed, strict=True)]
 
     def _fetch(self, layer: int) -> None:
         """Start to bring a layer's packed parts."""
         if layer >= self._layers:
             self._ahead = []
         elif self._stream is None:
-            self._ahead = [self._brought(unit.layers[layer]) for unit in self._units]
+            self._ahead = [self._brought(kv_block.layers[layer]) for kv_block in self._kv_blocks]
         else:
             with torch.cuda.stream(self._stream):
-                self._ahead = [self._brought(unit.layers[layer]) for unit in self._units]
+                self._ahead = [self._brought(kv_block.layers[layer]) for kv_block in self._kv_blocks]
 
     def _brought(self, layer: tuple[Parts, Parts]) -> tuple[Parts, Parts]:
         keys, values = (tuple(part.to(self._device, non_blocking=True) for part in parts) for parts in layer)

@@ -17,11 +17,11 @@ from ..errors import UserError, first_line
 # target [B, C, h, w], sigma, and whatever tensors a step takes besides -> velocity [B, C, h, w]
 Step = Callable[..., Tensor]
 
-BINDING = 0.8  # of a step's time on the host, from which on launches hold the GPU up
+LAUNCH_BOUND_RATIO = 0.8  # of a step's time on the host, from which on launches hold the GPU up
 FEWEST_STEPS = 12  # an estimate: four go by before the first replay counts, and recording costs about two
 
 
-def without_effect(gpu: bool, steps: int, prefix_cache: bool, attention: str) -> list[str]:
+def ineffective_flags(gpu: bool, steps: int, prefix_cache: bool, attention: str) -> list[str]:
     """A warning where no step of a run will be recorded."""
     why = {
         "no GPU computes": not gpu,
@@ -117,7 +117,7 @@ class Replayed:
         velocity = self._step(*given, **named)
         launched = time.perf_counter() - started
         torch.cuda.synchronize(given[0].device)
-        if launched > BINDING * (time.perf_counter() - started):
+        if launched > LAUNCH_BOUND_RATIO * (time.perf_counter() - started):
             self._call = Replayed._recorded
         else:
             self._stay("launches do not hold the GPU up at this size")

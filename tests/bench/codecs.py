@@ -29,8 +29,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from qwen21.ops.rope import rotate, rotation
-from qwen21.prefix.codecs import CENTRED_FROM, CODECS, FP8, Codec, Packing, _hadamard
+from qwen21.ops.rope import apply_rope, rotation
+from qwen21.prefix.codecs import CENTRED_FROM, CODECS, FP8, Codec, KVPacking, _hadamard
 from qwen21.sequence import ImageSegment, TextSegment
 
 HEADS, HEAD_DIM, KEYS, QUERIES, BESIDE, SEEDS = 4, 128, 512, 128, 64, 3
@@ -38,16 +38,16 @@ ODD_CHANNELS = 4  # of each head: biased, wide
 RELEASED = {"heads": 32, "head_dim": 128, "dtype": torch.bfloat16}
 LAYERS = 32
 FORMS = {
-    "plain": Packing(),
-    "centred": Packing(centred=True),
-    "rotated": Packing(rotated=True),
-    "both": Packing(centred=True, rotated=True),
+    "plain": KVPacking(),
+    "centred": KVPacking(centred=True),
+    "rotated": KVPacking(rotated=True),
+    "both": KVPacking(centred=True, rotated=True),
 }
 
 
 @dataclass(frozen=True)
 class Case:
-    """Queries over one unit of k, v [1, H, n, D] and, for very small units, exact tokens beside it."""
+    """Queries over one KV block of k, v [1, H, n, D] and, for very small KV blocks, exact tokens beside it."""
 
     name: str  # "keys ..." or "values ...": the half that is packed
     q: Tensor
@@ -72,9 +72,9 @@ class Case:
         error = self._attend(k, v) - self.exact
         return 10 * torch.log10(self.exact.pow(2).sum() / error.pow(2).sum()).item()
 
-    def snr_of_half(self, packing: Packing) -> float:
+    def snr_of_half(self, packing: KVPacking) -> float:
         """dB with only the named half packed."""
-        keys, values = (packing, Packing()) if self.half == "keys" else (Packing(), packing)
+        keys, values = (packing, KVPacking()) if self.half == "keys" else (KVPacking(), packing)
         return self.snr(Codec("", keys, values))
 
     def _attend(self, k: Tensor, v: Tensor) -> Tensor:
@@ -134,10 +134,10 @@ def _normed(k: Tensor) -> Tensor:
 
 def _positioned(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys as the transformer stores them, after RoPE: 32 tokens of text, then an image of 16 x 16."""
-    unit = TextSegment(0, 0, 0, 32), ImageSegment(32, 32, 0, 16, 16)
-    turn = torch.cat([rotation(segment, (16, 56, 56), 10000) for segment in unit])
-    k, v = k[:, :, : len(turn)], v[:, :, : len(turn)]
-    return rotate(k.transpose(1, 2), turn).transpose(1, 2), v
+    kv_block = TextSegment(0, 0, 0, 32), ImageSegment(32, 32, 0, 16, 16)
+    rope = torch.cat([rotation(segment, (16, 56, 56), 10000) for segment in kv_block])
+    k, v = k[:, :, : len(rope)], v[:, :, : len(rope)]
+    return apply_rope(k.transpose(1, 2), rope).transpose(1, 2), v
 
 
 def _beside(draw: Draw, bias: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -147,9 +147,9 @@ def _beside(draw: Draw, bias: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
 def int4(x: Tensor) -> Tensor:
     """x as a 4-bit codec would return it: centred where int8 is, rotated, one scale per 32 channels."""
     mean = x.mean(2, keepdim=True) if x.shape[2] >= CENTRED_FROM else torch.zeros(1)
-    turned = _hadamard(x - mean).unflatten(-1, (-1, 32))
-    scale = turned.abs().amax(-1, keepdim=True) / 7
-    return _hadamard(((turned / scale).round() * scale).flatten(-2)) / HEAD_DIM + mean
+    qk_norm_rope = _hadamard(x - mean).unflatten(-1, (-1, 32))
+    scale = qk_norm_rope.abs().amax(-1, keepdim=True) / 7
+    return _hadamard(((qk_norm_rope / scale).round() * scale).flatten(-2)) / HEAD_DIM + mean
 
 
 def int4_of_half(case: Case) -> float:
@@ -159,7 +159,7 @@ def int4_of_half(case: Case) -> float:
 def variants() -> dict[str, Callable[[Case], float]]:
     """Columns of the first table."""
 
-    def column(code: torch.dtype, form: Packing) -> Callable[[Case], float]:
+    def column(code: torch.dtype, form: KVPacking) -> Callable[[Case], float]:
         return lambda case: case.snr_of_half(replace(form, code=code))
 
     codes = {"fp8": FP8, "int8": torch.int8}

@@ -17,9 +17,9 @@ from diffusers.models.transformers.transformer_qwenimage21 import QwenImage21KVC
 
 from qwen21.config.networks import DiTConfig
 from qwen21.models.dit import DiT
-from qwen21.ops.attention_backends import Shape, choose
+from qwen21.ops.attention_backends import Shape, choose_attention
 from qwen21.ops.pointwise import CompiledKernels
-from qwen21.prefix import Joined, Prefix
+from qwen21.prefix import ContiguousKV, Prefix
 from qwen21.sampling.euler import sample
 from qwen21.sampling.schedule import turbo_sigmas
 
@@ -107,23 +107,23 @@ class Inputs:
         make = self.pair.prefill or self.pair.ours.prefill
         return make(self.text, self.references, self.slots)
 
-    def joined(self, prefix: Prefix) -> Joined:
+    def contiguous(self, prefix: Prefix) -> ContiguousKV:
         """The prefix laid out for a run's steps, as a run with free memory has it."""
         tokens, device = self.target.shape[-2] * self.target.shape[-1], self.target.device
-        return Joined(prefix, tokens, self.pair.size.config.layers, device, self.target.dtype)
+        return ContiguousKV(prefix, tokens, self.pair.size.config.layers, device, self.target.dtype)
 
 
 def step_row(pair: Pair, references: int) -> Row:
     """A denoising step over a cached prefix."""
     case = pair.inputs(references)
     x, cache, prefix = case.packed_target, case.new_cache(), case.prefill()
-    joined = case.joined(prefix)
+    contiguous = case.contiguous(prefix)
     case.theirs(x, 1.0, cache, "extract")
     name = f"edit step, {references} reference{'s' * (references > 1)}" if references else "text-to-image step"
     return compare(
         name,
         lambda: case.theirs(x, 0.5, cache, "cached"),
-        lambda: pair.ours.denoise(case.target, 0.5, prefix, joined=joined),
+        lambda: pair.ours.denoise(case.target, 0.5, prefix, contiguous=contiguous),
         pair.pairs,
     )
 
@@ -152,9 +152,11 @@ def their_edit(case: Inputs) -> torch.Tensor:
 
 def our_edit(case: Inputs, prefix: Prefix) -> torch.Tensor:
     """The same by us behind a prefix, fp32."""
-    joined, dtype, dit = case.joined(prefix), case.target.dtype, case.pair.ours
+    contiguous, dtype, dit = case.contiguous(prefix), case.target.dtype, case.pair.ours
     return sample(
-        lambda x, sigma: dit.denoise(x.to(dtype), sigma, prefix, joined=joined), case.target.float(), turbo_sigmas()
+        lambda x, sigma: dit.denoise(x.to(dtype), sigma, prefix, contiguous=contiguous),
+        case.target.float(),
+        turbo_sigmas(),
     )
 
 
@@ -193,7 +195,9 @@ def rows(size: Size, pairs: int, compiled: bool = False) -> Iterator[Row]:
         pair.ours.kernels = kernels
         tokens = size.target[0] * size.target[1]
         shape = Shape(tokens, 5 * tokens, size.config.heads, size.config.head_dim)  # as behind four references
-        name, pair.ours.attend = choose("auto", shape, size.dtype, torch.device(size.device), may_compile=True)
+        name, pair.ours.attend = choose_attention(
+            "auto", shape, size.dtype, torch.device(size.device), may_compile=True
+        )
         print(f"| compiled in {kernels.seconds:.1f} s; attention: {name} | | | |")
     for references in (0, 1, 2, 4):
         yield step_row(pair, references)

@@ -21,8 +21,8 @@ from qwen21.config.networks import DiTConfig
 from qwen21.models.dit import DiT
 from qwen21.ops.fused_linear import fuse
 from qwen21.ops.pointwise import EAGER, CompiledKernels, Kernels
-from qwen21.prefix import Joined
-from qwen21.sampling.cuda_graph import BINDING, Step, StepGraph
+from qwen21.prefix import ContiguousKV
+from qwen21.sampling.cuda_graph import LAUNCH_BOUND_RATIO, Step, StepGraph
 from tests.support import tiny
 
 from .pairs import compare
@@ -53,15 +53,15 @@ def rows(config: DiTConfig, dtype: torch.dtype, pairs: int, kernels: tuple[Kerne
     for dit.kernels in kernels:
         for side in SIDES:
             target = torch.randn(1, config.in_channels, side, side, **where)
-            joined = Joined(prefix, side * side, config.layers, target.device, dtype)
-            step = partial(dit.denoise, prefix=prefix, joined=joined)
+            contiguous = ContiguousKV(prefix, side * side, config.layers, target.device, dtype)
+            step = partial(dit.denoise, prefix=prefix, contiguous=contiguous)
             for _ in range(2):
                 step(target, 0.5)
             recorded, share = StepGraph(step, target), host_share(step, target)
             same = all(torch.equal(recorded(target, sigma), step(target, sigma)) for sigma in (1.0, 0.5))
             row = compare("", partial(step, target, 0.5), partial(recorded, target, 0.5), pairs)
             yield (
-                f"| {side}x{side} | {dit.kernels.name} | {row.theirs_ms:.2f} | {share:.2f}{' *' * (share > BINDING)} | "
+                f"| {side}x{side} | {dit.kernels.name} | {row.theirs_ms:.2f} | {share:.2f}{' *' * (share > LAUNCH_BOUND_RATIO)} | "
                 f"{row.ours_ms:.2f} | {row.ratio:.2f} | {'yes' if same else 'no'} |"
             )
 

@@ -81,7 +81,7 @@ ROWS = (
 
 
 def held_out(kinds: Sequence[str], count: int, seed: int = 1) -> list[Task]:
-    """`count` tasks that training has not seen, kinds in turn."""
+    """`count` tasks that training has not seen, kinds in rope."""
     rng = Random(seed)
     return [random_task(rng, kinds[i % len(kinds)], held_out=True) for i in range(count)]
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from qwen21 import __version__
 from qwen21.models.dit import DiT
 from qwen21.models.flex_prefill import FlexPrefill
-from qwen21.ops.attention_backends import Shape, choose
+from qwen21.ops.attention_backends import Shape, choose_attention
 from qwen21.ops.fused_linear import fuse
 from qwen21.ops.pointwise import EAGER, CompiledKernels
 from qwen21.ops.pointwise_kitchen import KitchenKernels
@@ -74,7 +74,9 @@ def built(path: Path, pair: Pair, kernels: CompiledKernels) -> DiT:
     if path.chosen_attention:
         tokens = size.target[0] * size.target[1]
         shape = Shape(tokens, tokens, size.config.heads, size.config.head_dim)
-        name, dit.attend = choose("auto", shape, size.dtype, torch.device(size.device), may_compile=path.compiled)
+        name, dit.attend = choose_attention(
+            "auto", shape, size.dtype, torch.device(size.device), may_compile=path.compiled
+        )
         print(f"attention chosen: {name}")
     dit.kernels = kernels if path.compiled else KitchenKernels() if path.kitchen else EAGER
     if not dit.kernels.ready:
@@ -104,8 +106,8 @@ def their_step(case: Inputs) -> Callable[[], Tensor]:
 
 def our_step(case: Inputs) -> Callable[[], Tensor]:
     dit, prefix = case.pair.ours, case.prefill()
-    joined = case.joined(prefix)
-    return lambda: dit.denoise(case.target, SIGMA, prefix, joined=joined)
+    contiguous = case.contiguous(prefix)
+    return lambda: dit.denoise(case.target, SIGMA, prefix, contiguous=contiguous)
 
 
 def their_first(case: Inputs) -> Callable[[], Tensor]:

@@ -26,7 +26,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from qwen21.prefix import CODECS, ModelIdentity, Prefix, PrefixInputs, Reuse, Store, prefix_through, unit_keys
+from qwen21.prefix import CODECS, ModelIdentity, Prefix, PrefixInputs, Reuse, Store, kv_block_keys, prefix_through
 
 from .dit import SMALL, Inputs, Pair, add_size, our_edit, size_of, their_edit
 from .pairs import HEADER, Row, compare
@@ -46,7 +46,7 @@ class Session:
 
     def prefix(self, text: Tensor) -> tuple[Prefix, Reuse]:
         case = self.case
-        keys = unit_keys(text, case.references, case.slots)
+        keys = kv_block_keys(text, case.references, case.slots)
         inputs = PrefixInputs(text, case.references, case.slots, keys)
         return prefix_through(self.store, self.identity, self.dit, inputs, lambda needed, head: self.device)
 
@@ -91,9 +91,9 @@ def memory(pair: Pair) -> Iterator[str]:
         session = Session(case, name)
         prefix, _ = session.prefix(case.text)
         c = pair.size.config
-        tokens = [unit.tokens for unit in prefix.units]
+        tokens = [kv_block.tokens for kv_block in prefix.kv_blocks]
         computed = sum(c.layers * codec.nbytes(n, c.heads, c.head_dim, case.text.dtype) for n in tokens)
-        parts = [part for unit in prefix.units for layer in unit.layers for side in layer for part in side]
+        parts = [part for kv_block in prefix.kv_blocks for layer in kv_block.layers for side in layer for part in side]
         stored = sum(part.untyped_storage().nbytes() for part in parts)
         native = native or stored
         yield f"| {name} | {computed / 1024:.1f} | {stored / 1024:.1f} | {stored / native:.2f} |"
@@ -103,12 +103,12 @@ def placement(pair: Pair) -> Iterator[str]:
     """A step over four references whose K/V lie on the device, and the same in RAM, brought layer by layer."""
     case, dit = pair.inputs(4), pair.ours
     near = dit.prefill(case.text, case.references, case.slots)
-    away = dit.prefill(case.text, case.references, case.slots, storage="cpu")
-    assert torch.equal(dit.denoise(case.target, 0.5, near), dit.denoise(case.target, 0.5, away)), "placement shows"
+    offloaded = dit.prefill(case.text, case.references, case.slots, storage="cpu")
+    assert torch.equal(dit.denoise(case.target, 0.5, near), dit.denoise(case.target, 0.5, offloaded)), "placement shows"
     row = compare(
         "step over 4 references",
         lambda: dit.denoise(case.target, 0.5, near),
-        lambda: dit.denoise(case.target, 0.5, away),
+        lambda: dit.denoise(case.target, 0.5, offloaded),
         pair.pairs,
     )
     yield "| | prefix on the device, ms | in RAM, ms | times faster |\n|---|---|---|---|"

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.comfy.graphs import ksampler, node, show, text_to_image
 from tests.comfy.models import DIT, ENCODER, VAE
-from tests.comfy.told import edit, tell, told_of
+from tests.comfy.told import edit, run_and_report, tell
 from tests.support import loras
 
 FOLDERS = {"dit": ("diffusion_models", DIT), "encoder": ("text_encoders", ENCODER), "vae": ("vae", VAE)}
@@ -75,13 +75,13 @@ def test_another_file_of_one_other_tensor_gets_no_kv_of_the_first(comfy, slot):
         other.with_suffix("").symlink_to(tokenizer)
     graph = {slot: loader(slot, name)}
     first = tell(comfy, edit(cleared=True, **graph))
-    told_of(comfy, "hit", **graph)
+    run_and_report(comfy, "hit", **graph)
     changed = tell(comfy, edit(**{slot: loader(slot, other.name)}))
     facts = changed.reuse()
     # The text before the first reference is the encoder's alone, so another VAE's prefix shares no unit either.
     assert (facts["kind"], facts["reused"]) == ("miss", 0), facts
     assert changed.is_right() and not torch.equal(changed.latent, first.latent)
-    told_of(comfy, "hit", **graph)
+    run_and_report(comfy, "hit", **graph)
 
 
 def test_a_file_replaced_under_its_name_gets_no_kv_of_the_old_one(comfy):

@@ -12,7 +12,7 @@ from tests.comfy.oracle import Oracle
 from tests.comfy.test_other_nodes import require_deep_clone
 from tests.comfy.test_quantized import loader, relative
 from tests.comfy.test_sampling import side
-from tests.comfy.told import SEEDS, edit, tell, told_of
+from tests.comfy.told import SEEDS, edit, run_and_report, tell
 from tests.support import loras
 from tests.support.tiny_quant import LAYOUTS, pack, write
 
@@ -176,11 +176,11 @@ def test_prefixes_are_kept_by_lora_and_strength(comfy, files, weights):
     one, two = files("prefix one", loras.make(19)), files("prefix two", loras.make(19))  # equal contents
     dora, dit = files("prefix dora", loras.make(19, dora=True)), loader("dit", **WEIGHTS[weights])
     tell(comfy, edit(dit=dit))
-    plain = told_of(comfy, "hit", dit=dit, seed=(seed := next(SEEDS)))
+    plain = run_and_report(comfy, "hit", dit=dit, seed=(seed := next(SEEDS)))
 
     def run(kind, lora, **nodes):
         reason = "other LoRAs or strengths" if kind == "miss" else ""
-        return told_of(comfy, kind, 0, reason, model=["lora", 0], lora=lora, dit=dit, **nodes)
+        return run_and_report(comfy, kind, 0, reason, model=["lora", 0], lora=lora, dit=dit, **nodes)
 
     assert not torch.equal(run("miss", ours(one), seed=seed).latent, plain.latent)
     run("hit", ours(two))
@@ -189,7 +189,7 @@ def test_prefixes_are_kept_by_lora_and_strength(comfy, files, weights):
     run("hit", ours(dora))
     run("hit", ours(one, 0.0))
     run("hit", ours(one))
-    told_of(comfy, "hit", dit=dit)
+    run_and_report(comfy, "hit", dit=dit)
 
 
 # --- reports and mistakes ------------------------------------------------------------------------------------------

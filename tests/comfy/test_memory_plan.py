@@ -5,7 +5,7 @@ import re
 import pytest
 
 from qwen21.checkpoint.load import find_dit, find_encoder, find_vae
-from qwen21.memory.plan import Job, plan_memory
+from qwen21.memory.plan import MemoryJob, plan_memory
 from qwen21.memory.show import WIDTH
 from tests.comfy.graphs import node, show
 from tests.comfy.models import DIT, ENCODER, FOLDER, VAE
@@ -49,11 +49,11 @@ def test_the_plan_is_the_librarys(comfy):
         "encoder": find_encoder(models / "text_encoders" / ENCODER),
         "vae": find_vae(models / "vae" / VAE),
     }
-    job = Job.typical([(64, 64)] * 2, (96, 64), 1, branches=2)
+    job = MemoryJob.typical([(64, 64)] * 2, (96, 64), 1, branches=2)
     made = plan_memory(parts, job, free=GIB // 2, ram=64 * GIB)
     table = rows(text)
-    assert {kept.name: str(kept.tokens) for kept in made.units} == {
-        kept.name: table[kept.name][0] for kept in made.units
+    assert {kept.name: str(kept.tokens) for kept in made.kv_blocks} == {
+        kept.name: table[kept.name][0] for kept in made.kv_blocks
     }
     assert [table[stage.name][-1] for stage in made.stages] == [
         f"{100 * stage.total / made.free:.0f}%" for stage in made.stages

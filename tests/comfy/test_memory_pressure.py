@@ -6,9 +6,9 @@ import torch
 from tests.comfy.graphs import loaders, node
 from tests.comfy.live import Live
 from tests.comfy.models import TURBO
-from tests.comfy.told import edit, encode, free, loader, look, picture, tell, told_of
+from tests.comfy.told import edit, encode, free, loader, look, picture, run_and_report, tell
 
-PRESSED = "ComfyUI needed the memory"
+EVICTED_FOR_HOST = "ComfyUI needed the memory"
 NOTHING_YET = "nothing stored yet for this loaded model"
 
 
@@ -36,9 +36,9 @@ def test_unloading_models_empties_the_store(comfy):
     tell(comfy, edit())
     seen = free(comfy, unload_models=True)
     assert (seen["units"], seen["bytes"], seen["registered"]) == (0, 0, 0)
-    told = told_of(comfy, "miss", 0, f"reference 1 was stored, but {PRESSED}", look=look())
+    told = run_and_report(comfy, "miss", 0, f"reference 1 was stored, but {EVICTED_FOR_HOST}", look=look())
     assert "dit" not in told.ran.executed and told.ran.shown("look")["registered"] == 1
-    told_of(comfy, "hit")
+    run_and_report(comfy, "hit")
 
 
 def test_freeing_memory_ends_the_loaders_output_and_its_store(comfy):
@@ -50,31 +50,33 @@ def test_freeing_memory_ends_the_loaders_output_and_its_store(comfy):
     assert free(comfy, free_memory=True)["units"] == 0
     alive = comfy.run({"alive": node("ProbeRemember", name=remember["name"], collect=True)}).shown("alive")
     assert alive == []
-    told = told_of(comfy, "miss", 0, NOTHING_YET)
-    told_of(comfy, "hit")
+    told = run_and_report(comfy, "miss", 0, NOTHING_YET)
+    run_and_report(comfy, "hit")
     assert "memory leak" not in comfy.server.log()[logged:]
 
 
 @pytest.mark.parametrize("how", ["all", "unload"])
 def test_all_memory_is_asked_for_between_two_runs(comfy, how):
     tell(comfy, edit())
-    told = told_of(comfy, "miss", 0, f"reference 1 was stored, but {PRESSED}", **press(how), look=look())
+    told = run_and_report(
+        comfy, "miss", 0, f"reference 1 was stored, but {EVICTED_FOR_HOST}", **press(how), look=look()
+    )
     found = told.ran.shown("press")
     assert found["before"]["registered"] == 1 and found["before"]["bytes"] > 0
     assert (found["after"]["registered"], found["after"]["bytes"]) == (0, 0)
     assert told.ran.shown("look")["registered"] == 1
-    told_of(comfy, "hit")
+    run_and_report(comfy, "hit")
 
 
 def test_a_part_of_the_memory_is_asked_for_between_two_runs(comfy):
     """The oldest goes first: a chain from its end, so that its head is still of use."""
-    told_of(comfy, "miss", cleared=True)
-    told = told_of(comfy, "partial", 1, f"reference 2 was stored, but {PRESSED}", **press("half"))
+    run_and_report(comfy, "miss", cleared=True)
+    told = run_and_report(comfy, "partial", 1, f"reference 2 was stored, but {EVICTED_FOR_HOST}", **press("half"))
     found = told.ran.shown("press")
     assert found["before"]["units"] == 3 and found["after"]["units"] == 1
     assert found["after"]["bytes"] <= found["before"]["bytes"] / 2
     assert found["after"]["registered"] == 1
-    told_of(comfy, "hit")
+    run_and_report(comfy, "hit")
 
 
 # --- other models and workflows ------------------------------------------------------------------------------------
@@ -87,7 +89,7 @@ def test_another_model_between_two_runs(comfy):
     tell(comfy, edit())
     between = tell(comfy, edit(**OTHER, keep=look("dit")))
     assert torch.equal(between.latent, between.fresh)
-    told_of(comfy, "hit", turbo=OTHER["turbo"], keep=look("turbo"))
+    run_and_report(comfy, "hit", turbo=OTHER["turbo"], keep=look("turbo"))
     alone = edit(**OTHER)
     del alone["dit"]
     told = tell(comfy, alone)
@@ -101,8 +103,8 @@ def test_workflows_that_alternate(comfy):
     for nodes in ({}, other):
         tell(comfy, edit(**nodes))
     for _ in range(2):
-        told_of(comfy, "hit")
-        told_of(comfy, "hit", **other)
+        run_and_report(comfy, "hit")
+        run_and_report(comfy, "hit", **other)
     for _ in range(2):
         told = tell(comfy, edit(dit=loader(dtype="bf16")))
         assert torch.equal(told.latent, told.fresh)
@@ -125,7 +127,7 @@ def test_the_store_is_registered_once(comfy):
         clone = node("Qwen21PrefixCache", base_model=["dit", 0], **cached | {"budget": 1.0 + number})
         told = tell(comfy, edit(clone=clone, model=["clone", 0], look=look()))
         seen = told.ran.shown("look")
-        assert seen["registered"] == 1 and seen["loaded"].count("_Shelf") == seen["shelves"]
+        assert seen["registered"] == 1 and seen["loaded"].count("_StoreModule") == seen["shelves"]
 
 
 def test_without_node_caches_every_run_starts_anew(start_server):
@@ -162,7 +164,7 @@ def pressed(comfy, steps):
 
 
 def where(found, device):
-    return sorted(unit for unit, place in found["where"].items() if place == device)
+    return sorted(kv_block for kv_block, place in found["where"].items() if place == device)
 
 
 OLD, NEW = ["old0", "old1", "old2"], ["new0", "new1", "new2"]
@@ -197,7 +199,7 @@ def test_reordering_the_list_moves_nothing(comfy):
 
 
 def test_what_ram_has_no_room_for_goes(comfy):
-    """A tenth of 1000 stays free: 250 leave room for one unit, none for more; the newest stay on the card."""
+    """A tenth of 1000 stays free: 250 leave room for one KV block, none for more; the newest stay on the card."""
     _, found = pressed(comfy, "set_ram 250; partially_unload 300")
     assert set(NEW) <= set(where(found, "meta")) and found["answer"] >= 300
     _, found = pressed(comfy, "set_ram 90; partially_unload 300")

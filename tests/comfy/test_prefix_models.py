@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.comfy.graphs import node, prompt
 from tests.comfy.models import DIT
-from tests.comfy.told import SEEDS, add, edit, encode, look, picture, tell, told_of
+from tests.comfy.told import SEEDS, add, edit, encode, look, picture, run_and_report, tell
 
 
 @pytest.fixture
@@ -48,19 +48,19 @@ LORA = {"model": ["lora", 0], "lora": lora()}
 def test_a_lora_on_off_stronger_and_back(comfy, stored, loras):
     """Its contents count, whatever file they come from; what was stored without it is found again."""
     other = "other LoRAs or strengths"
-    plain = told_of(comfy, "hit", seed=4001)
-    first = told_of(comfy, "miss", 0, other, **LORA, seed=4001)
+    plain = run_and_report(comfy, "hit", seed=4001)
+    first = run_and_report(comfy, "miss", 0, other, **LORA, seed=4001)
     assert not torch.equal(first.latent, plain.latent)
-    told_of(comfy, "hit")
-    told_of(comfy, "hit", **LORA)
-    told_of(comfy, "hit", **LORA | {"lora": lora("store_a_copy")})
-    told_of(comfy, "miss", 0, other, **LORA | {"lora": lora(strength=0.5)})
-    told_of(comfy, "partial", 2, "the text is new", **LORA, pos=encode("with a LoRA"))
-    told_of(comfy, "hit", **LORA | {"lora": lora(strength=0.0)})
-    told_of(comfy, "miss", 0, other, **LORA | {"lora": lora("store_b")})
-    told_of(comfy, "miss", 0, other, model=["both", 0], lora=lora(), both=lora("store_b", model="lora"))
-    told_of(comfy, "hit", **LORA)
-    told_of(comfy, "hit")
+    run_and_report(comfy, "hit")
+    run_and_report(comfy, "hit", **LORA)
+    run_and_report(comfy, "hit", **LORA | {"lora": lora("store_a_copy")})
+    run_and_report(comfy, "miss", 0, other, **LORA | {"lora": lora(strength=0.5)})
+    run_and_report(comfy, "partial", 2, "the text is new", **LORA, pos=encode("with a LoRA"))
+    run_and_report(comfy, "hit", **LORA | {"lora": lora(strength=0.0)})
+    run_and_report(comfy, "miss", 0, other, **LORA | {"lora": lora("store_b")})
+    run_and_report(comfy, "miss", 0, other, model=["both", 0], lora=lora(), both=lora("store_b", model="lora"))
+    run_and_report(comfy, "hit", **LORA)
+    run_and_report(comfy, "hit")
 
 
 UNSEEN = {
@@ -84,8 +84,8 @@ def test_what_no_key_can_cover_keeps_its_prefix_for_the_run(comfy, stored, what)
         assert (facts["kind"], facts["reused"]) == ("miss", 0), facts
         assert facts["reason"].startswith(f"kept for this run only: {UNSEEN[what]}"), facts
         if seed:
-            assert not torch.equal(told.latent, told_of(comfy, "hit", seed=seed).latent)  # it does act
-    told_of(comfy, "hit")
+            assert not torch.equal(told.latent, run_and_report(comfy, "hit", seed=seed).latent)  # it does act
+    run_and_report(comfy, "hit")
 
 
 def test_hooks_that_change_weights(comfy, stored, loras):
@@ -102,14 +102,14 @@ def test_hooks_that_change_weights(comfy, stored, loras):
     mixed = tell(comfy, edit(positive=["hooked", 0], **nodes))
     assert torch.equal(mixed.latent, mixed.fresh)
     assert mixed.reuse("negative")["reason"] == "kept for this run only: hooks change the weights"
-    told_of(comfy, "hit")
+    run_and_report(comfy, "hit")
 
 
 def test_an_interrupt_before_the_prefix_leaves_nothing_half_made(comfy, stored):
     graph = edit(model=["stop", 0], stop=node("ProbeStop", model=["dit", 0], step=1), pos=encode("stopped"))
     assert comfy.server.post(graph).interrupted
-    told_of(comfy, "partial", 2, "the text is new", pos=encode("stopped"))
-    told_of(comfy, "hit")
+    run_and_report(comfy, "partial", 2, "the text is new", pos=encode("stopped"))
+    run_and_report(comfy, "hit")
 
 
 # --- how it is kept ------------------------------------------------------------------------------------------------
@@ -142,7 +142,7 @@ def test_codecs_keep_the_picture_close_and_are_told_apart(comfy, stored):
 
 @pytest.mark.parametrize("device", ["cpu", "gpu"])
 def test_where_it_is_kept_changes_nothing(comfy, stored, device):
-    told_of(comfy, "hit", **kept(device=device))
+    run_and_report(comfy, "hit", **kept(device=device))
 
 
 TOKEN = 2 * 2 * 2 * 128 * 4  # bytes: K and V, layers, heads, head size, fp32
@@ -150,18 +150,18 @@ TOKEN = 2 * 2 * 2 * 128 * 4  # bytes: K and V, layers, heads, head size, fp32
 
 def test_a_small_budget_is_kept(comfy, stored):
     """45 tokens are the references, 23 the first of them."""
-    for tokens, units in ((50, 2), (30, 1), (10, 0)):
+    for tokens, kv_blocks in ((50, 2), (30, 1), (10, 0)):
         budget = tokens * TOKEN / 2**30
         for text in ("one", "two", "one"):
             nodes = kept(budget=budget) | {"pos": encode(text)}
             told = tell(comfy, edit(**nodes, look=look()))
             seen = told.ran.shown("look")
-            assert told.is_right() and seen["units"] == units, seen
+            assert told.is_right() and seen["units"] == kv_blocks, seen
             assert seen["bytes"] == seen["storages"] <= tokens * TOKEN
         assert "the store's budget was full" in told.reuse()["reason"]
-        assert told.reuse()["reused"] == told.head(units)
-    told_of(comfy, "miss", 0, "reference 1 was stored, but the store's budget was full")
-    told_of(comfy, "hit")
+        assert told.reuse()["reused"] == told.head(kv_blocks)
+    run_and_report(comfy, "miss", 0, "reference 1 was stored, but the store's budget was full")
+    run_and_report(comfy, "hit")
 
 
 # --- a session -----------------------------------------------------------------------------------------------------

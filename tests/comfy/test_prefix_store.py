@@ -8,7 +8,7 @@ import torch
 
 from tests.comfy.graphs import custom_sampling, ksampler, node, prompt, sampler, show
 from tests.comfy.models import TURBO
-from tests.comfy.told import SEEDS, add, edit, encode, free, loader, look, picture, tell, told_of
+from tests.comfy.told import SEEDS, add, edit, encode, free, loader, look, picture, run_and_report, tell
 
 
 @pytest.fixture(scope="module")
@@ -61,8 +61,8 @@ def test_a_full_hit_is_bit_equal(comfy, stored, name):
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_run_pays_only_for_what_changed(comfy, stored, name):
     kind, references, reason, nodes = CHANGES[name]
-    told_of(comfy, kind, references, reason, **nodes)
-    told_of(comfy, "hit", **nodes)
+    run_and_report(comfy, kind, references, reason, **nodes)
+    run_and_report(comfy, "hit", **nodes)
 
 
 def test_the_first_run_of_a_model_misses(comfy):
@@ -98,15 +98,15 @@ def test_the_report_tells_of_both_sides_where_they_are_one(comfy, stored):
 def test_a_changed_encoder_is_another_prompt_and_back_is_a_hit(comfy, stored):
     """The loader's dtype: all that it encoded is found again when it comes back."""
     encoder = node("Qwen21LoadEncoder", file="qwen3vl_tiny.safetensors", dtype="bf16", device="default")
-    told_of(comfy, "miss", 0, "new from reference 1 on", encoder=encoder)
-    told_of(comfy, "hit")
+    run_and_report(comfy, "miss", 0, "new from reference 1 on", encoder=encoder)
+    run_and_report(comfy, "hit")
 
 
 def test_a_changed_vae_is_another_reference_and_back_is_a_hit(comfy, stored):
     vae = node("Qwen21LoadVAE", file="qwen_image_2.1_vae_tiny.safetensors", dtype="bf16", alpha="keep")
-    told_of(comfy, "miss", 0, "new from reference 1 on", vae=vae)
-    told_of(comfy, "hit", vae=vae | {"inputs": vae["inputs"] | {"alpha": "over white"}})  # of decoding alone
-    told_of(comfy, "hit")
+    run_and_report(comfy, "miss", 0, "new from reference 1 on", vae=vae)
+    run_and_report(comfy, "hit", vae=vae | {"inputs": vae["inputs"] | {"alpha": "over white"}})  # of decoding alone
+    run_and_report(comfy, "hit")
 
 
 # --- other samplers ------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_cores_samplers_share_the_store_with_ours(comfy, stored, way):
     assert "positive prefix: hit: all 63 tokens reused" in by_core(comfy, way)
     log = by_core(comfy, way, pos=encode(f"new to {way}"))
     assert "positive prefix: partial: 45 of " in log and "(the text is new)" in log
-    told_of(comfy, "hit", pos=encode(f"new to {way}"))
+    run_and_report(comfy, "hit", pos=encode(f"new to {way}"))
 
 
 # --- core's conditioning nodes -------------------------------------------------------------------------------------
@@ -162,17 +162,17 @@ def test_what_core_does_to_a_conditioning_never_meets_stale_keys(comfy, stored, 
     assert first.reuse()["kind"] == kind and (kind == "hit" or first.reuse()["reused"] == first.head(references))
     again = tell(comfy, edit(positive=["changed", 0], **nodes))
     assert torch.equal(again.latent, again.fresh) and again.reuse()["kind"] == "hit"
-    told_of(comfy, "hit")
+    run_and_report(comfy, "hit")
 
 
 def test_splicing_finds_what_encoding_with_the_vae_stored(comfy, stored):
     """And the other way round: the same words, other seeds."""
     splice = node("Qwen21SpliceReferences", conditioning=["open", 0], references=["refs", 0], vae=["vae", 0])
     nodes = {"open": prompt("put <image1> on <image2>", references=["refs", 0]), "spliced": splice}
-    told_of(comfy, "hit", positive=["spliced", 0], **nodes)
+    run_and_report(comfy, "hit", positive=["spliced", 0], **nodes)
     nodes["open"] = prompt("turn <image1>", references=["refs", 0])
-    told_of(comfy, "partial", 2, "the text is new", positive=["spliced", 0], **nodes)
-    told_of(comfy, "hit", pos=encode("turn <image1>"))
+    run_and_report(comfy, "partial", 2, "the text is new", positive=["spliced", 0], **nodes)
+    run_and_report(comfy, "hit", pos=encode("turn <image1>"))
 
 
 def test_combined_conditionings_are_told_apart(comfy, stored):

@@ -83,9 +83,9 @@ def test_references_without_a_vae_in_ksampler(comfy):
 )
 def test_the_negatives_references(comfy, make, negative, expected):
     nodes = {
-        "turned": node("Qwen21AddReference", image=["other", 0], resolution=64, fit="resize"),
+        "qk_norm_rope": node("Qwen21AddReference", image=["other", 0], resolution=64, fit="resize"),
         "swapped": node(
-            "Qwen21AddReference", image=["picture", 0], references=["turned", 0], resolution=64, fit="resize"
+            "Qwen21AddReference", image=["picture", 0], references=["qk_norm_rope", 0], resolution=64, fit="resize"
         ),
     }
     warnings = told(comfy, two_references(**nodes, neg=negative, sample=guided(make)))

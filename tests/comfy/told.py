@@ -85,7 +85,7 @@ def picture(offset: int, width: int = 64, channels: int = 4) -> dict[str, Any]:
     return node("ProbeImage", n=1, height=64, width=width, channels=channels, offset=offset)
 
 
-def told_of(comfy: Live, kind: str, references: int = 0, reason: str = "", **nodes: Any) -> Told:
+def run_and_report(comfy: Live, kind: str, references: int = 0, reason: str = "", **nodes: Any) -> Told:
     """A run whose picture is right and whose report says so: `kind`, the references reused, and why no more."""
     told = tell(comfy, edit(**nodes))
     facts = told.reuse()

@@ -33,12 +33,12 @@ def joint_pass(dit: DiT, text, references, slots, target, sigma):
         ],
         1,
     )
-    turn = torch.cat([rotation(s, dit.config.rope_axes, dit.config.rope_base) for s in segments])
+    rope = torch.cat([rotation(s, dit.config.rope_axes, dit.config.rope_base) for s in segments])
     zero, now = (dit.time_text_embed["timestep_embedder"](torch.tensor(s), text.dtype) for s in (0.0, sigma))
     modulations = [torch.where(is_target, b, a).chunk(4, -1) for a, b in [(dit.modulation(zero), dit.modulation(now))]]
     scale1, gate1, scale2, gate2 = modulations[0]
     for block in dit.transformer_blocks:
-        q, k, v = block.attn.project(F.layer_norm(x, x.shape[-1:], eps=block.eps) * (1 + scale1), turn)
+        q, k, v = block.attn.qkv(F.layer_norm(x, x.shape[-1:], eps=block.eps) * (1 + scale1), rope)
         scores = (q @ k.transpose(-1, -2)) / q.shape[-1] ** 0.5
         attended = scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v
         x = x + gate1.tanh() * block.attn.output(attended)

@@ -22,7 +22,7 @@ class Away(torch.Tensor):
         return torch.device("cuda", 0)  # as tensors call it, whatever they were sent to
 
 
-def away(tensor):
+def offloaded(tensor):
     """A copy there."""
     return tensor.clone().as_subclass(Away)
 
@@ -80,7 +80,7 @@ class FakeCuda:
         if device.type == tensor.device.type:
             return self._plain_to(tensor, *(a for a in args if not isinstance(a, (str, torch.device))), **kw)
         self.log.append((self.running, "copies to", device.type))
-        return away(here(tensor)) if device.type == "cuda" else here(tensor).clone()
+        return offloaded(here(tensor)) if device.type == "cuda" else here(tensor).clone()
 
     def _copy(self, tensor, source, **kw):
         if isinstance(source, Away) and not self.refuse:

@@ -20,7 +20,7 @@ from diffusers import (
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from qwen21.ops.quantized import Packed, QuantLinear, is_block_layer, quantize_rows
+from qwen21.ops.quantized import QuantizedWeight, QuantLinear, is_block_layer, quantize_rows
 
 from .tiny_tokenizer import Processor, write_tokenizer
 
@@ -245,4 +245,4 @@ def in_fp8(dit):
     """Have every linear of a transformer's blocks in fp8, with a scale per row."""
     for name, layer in list(dit.named_modules()):
         if isinstance(layer, torch.nn.Linear) and is_block_layer(name):
-            dit.set_submodule(name, QuantLinear(Packed(*quantize_rows(layer.weight))))
+            dit.set_submodule(name, QuantLinear(QuantizedWeight(*quantize_rows(layer.weight))))

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from qwen21 import encode_cache
-from qwen21.encode_cache import KeptHeads
-from qwen21.models.text_encoder import Head
+from qwen21.encode_cache import ReferenceContexts
+from qwen21.models.text_encoder import ReferenceContext
 
 
 @pytest.mark.parametrize(("free", "kept"), [(16, True), (15, False)])
 def test_heads_of_the_last_references_are_kept_while_memory_allows(monkeypatch, free, kept):
     names = [("a",), ("b",), ("b", "a"), ("b", "a", "c")]
-    heads = KeptHeads({name: Head(torch.zeros(4, 8), ()) for name in names})
+    contexts = ReferenceContexts({name: ReferenceContext(torch.zeros(4, 8), ()) for name in names})
     monkeypatch.setattr(encode_cache, "available_ram", lambda: free * 4 * 4 * 8)
-    heads.settle(("b", "a"))
-    assert list(heads) == [("b",), ("b", "a")] * kept
+    contexts.settle(("b", "a"))
+    assert list(contexts) == [("b",), ("b", "a")] * kept

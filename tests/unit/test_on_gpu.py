@@ -125,7 +125,7 @@ def test_activations_are_as_planned(monkeypatch, kind, batch, references):
         step = gpu.peak - before
     made = estimate.chains([prefix.layout])
     planned = estimate.prefill_activations(CONFIG, made, torch.bfloat16, fused=fused)
-    planned_step = estimate.step_activations(CONFIG, batch, 576, made[0].units, torch.bfloat16, fused=fused)
+    planned_step = estimate.step_activations(CONFIG, batch, 576, made[0].kv_blocks, torch.bfloat16, fused=fused)
     low = 0.98 if "fp8" not in kind else 0.8
     assert low * planned <= prefill <= 1.02 * planned + 2**17
     assert low * planned_step <= step <= 1.02 * planned_step + 2**17

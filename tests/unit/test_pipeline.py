@@ -16,7 +16,7 @@ from qwen21.models.dit import DiT
 from qwen21.models.text_encoder import TextEncoder
 from qwen21.pipeline import Pipeline, Request, Watch
 from qwen21.prefix import Prefix
-from qwen21.request import make_plan
+from qwen21.request import resolve_request
 from qwen21.sampling.euler import GuidanceRange
 from tests.support import tiny
 
@@ -75,7 +75,7 @@ def test_unequal_prompts_equal_the_same_prompts_one_by_one(pipeline):
 
 
 def test_a_batch_prefills_once_and_an_uncached_run_every_step(pipeline, monkeypatch):
-    prefills = count_calls(monkeypatch, DiT, "_prefill_unit")  # two: the reference, and the text
+    prefills = count_calls(monkeypatch, DiT, "_prefill_kv_block")  # two: the reference, and the text
     pipeline.store.clear("the test starts anew")
     batch = run(pipeline, batch=3, references=(picture(1),))
     assert len(prefills) == 2
@@ -87,7 +87,7 @@ def test_a_batch_prefills_once_and_an_uncached_run_every_step(pipeline, monkeypa
 
 
 def test_no_negative_is_paid_for_at_cfg_one(pipeline, monkeypatch):
-    prefills = count_calls(monkeypatch, DiT, "_prefill_unit")
+    prefills = count_calls(monkeypatch, DiT, "_prefill_kv_block")
     encodes = count_calls(monkeypatch, TextEncoder, "forward")
     steps = count_calls(monkeypatch, DiT, "denoise")
     result = run(pipeline, negative="bad", cfg=1.0)
@@ -122,11 +122,11 @@ def test_vision_features_are_shared_by_prompt_and_negative(pipeline, monkeypatch
 
 
 def test_a_new_prompt_reads_its_references_no_more(pipeline, files, monkeypatch):
-    """The language model's head of the references is kept; the picture is as without it."""
+    """The language model's context of the references is kept; the picture is as without it."""
     references = (picture(31), picture(32))
     kw = {"references": references, "resolution": 64, "steps": 1}
     pipeline.generate(Request("a dog", **kw))
-    calls = count_calls(monkeypatch, TextEncoder, "read_head")
+    calls = count_calls(monkeypatch, TextEncoder, "read_references")
     again = pipeline.generate(Request("a cat", **kw))
     assert calls == []
     fresh = Pipeline(files).generate(Request("a cat", **kw))
@@ -160,7 +160,7 @@ def test_edits_draw_other_noise_unless_asked(pipeline):
 def test_canvas(files, kw, size):
     kw = dict(kw)
     references = tuple(Image.new("RGB", s) for s in kw.pop("sizes", []))
-    plan = make_plan(Request("x", references=references, **(BASE | kw)), files)
+    plan = resolve_request(Request("x", references=references, **(BASE | kw)), files)
     assert plan.size == size
 
 
@@ -181,7 +181,8 @@ def test_report_lists_what_became_of_each_reference(pipeline):
 
 @pytest.mark.parametrize("store", ["kept", "emptied"])
 def test_any_sequence_of_runs_equals_a_fresh_process(pipeline, files, store):
-    """CASES 7: also after an interrupted run. Bit for bit, but for heads that a run of another prompt left behind."""
+    """CASES 7: also after an interrupted run. Bit for bit, but for contexts that a run of another prompt left
+    behind."""
     jobs = [
         {"prompts": "a cat"},
         {"prompts": "a dog", "references": (picture(1),)},
@@ -282,11 +283,11 @@ def test_requests_that_cannot_be_are_refused_before_loading(files, monkeypatch, 
 
 def test_turbo_runs_eight_steps_whatever_is_asked(tmp_path):
     files = find_folder(tiny.Tiny(tmp_path, turbo=True).folder)
-    plan = make_plan(Request("x", steps=20, resolution=64), files)
+    plan = resolve_request(Request("x", steps=20, resolution=64), files)
     assert plan.schedule.kind == "turbo"
     assert plan.schedule.steps == 8
     assert "8 run, not 20" in plan.warnings[0]
-    assert make_plan(Request("x", schedule="base", resolution=64), files).schedule.steps == 40
+    assert resolve_request(Request("x", schedule="base", resolution=64), files).schedule.steps == 40
 
 
 def test_one_step_gives_a_finite_picture(pipeline):

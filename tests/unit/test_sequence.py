@@ -90,10 +90,10 @@ def test_latents_beyond_the_slots_go_to_the_end_with_a_warning():
 
 def test_units_end_with_images():
     layout = prefix_layout(9, [2, 2, 5], [(2, 2), (1, 1), (1, 2)])
-    kinds = [["text" if isinstance(s, TextSegment) else s.index for s in unit] for unit in layout.units]
+    kinds = [["text" if isinstance(s, TextSegment) else s.index for s in kv_block] for kv_block in layout.kv_blocks]
     assert kinds == [["text", 0], [1], ["text", 2], ["text"]]
-    assert [s for unit in layout.units for s in unit] == list(layout.segments)
-    assert prefix_layout(0, [], []).units == ()
+    assert [s for kv_block in layout.kv_blocks for s in kv_block] == list(layout.segments)
+    assert prefix_layout(0, [], []).kv_blocks == ()
 
 
 def test_spans_leave_slots_behind():

@@ -30,7 +30,7 @@ LONGEST_DETAIL = 300  # characters; a combo's list of values can be longer than 
 
 
 @dataclass(frozen=True)
-class Job:
+class WorkflowJob:
     """What the command line asks for. `settings` and `images` as written: NODE.INPUT=VALUE, NODE.INPUT=FILE."""
 
     file: Path
@@ -41,7 +41,7 @@ class Job:
     verbose: bool = False
 
 
-def run(job: Job, progress_bar: Callable[[], Any]) -> int:
+def run(job: WorkflowJob, progress_bar: Callable[[], Any]) -> int:
     """Runs a job and prints the paths of its outputs; returns the exit code. Raises `UserError` before the run."""
     workflow = Workflow.read(job.file)
     settings = [workflow.setting(text) for text in job.settings]
@@ -69,7 +69,7 @@ def run(job: Job, progress_bar: Callable[[], Any]) -> int:
         return EXIT_FAILED
 
 
-def _run(job: Job, server: Server, workflow: Workflow, prompt_id: str, progress_bar: Callable[[], Any]) -> int:
+def _run(job: WorkflowJob, server: Server, workflow: Workflow, prompt_id: str, progress_bar: Callable[[], Any]) -> int:
     client_id = uuid.uuid4().hex
     with contextlib.ExitStack() as stack:
         socket = None

@@ -53,11 +53,11 @@ def run_whole_block(
     gate1: Tensor,
     scale2: Tensor,
     gate2: Tensor,
-    turn: Tensor,
+    rope: Tensor,
     mask: Tensor,
 ) -> Tensor:
     """A block over the whole sequence x [B, S, width], each token with its own scales and gates."""
-    q, k, v = block.attn.project(_norm(x, block.eps) * scale1, turn)
+    q, k, v = block.attn.qkv(_norm(x, block.eps) * scale1, rope)
     x = x + gate1 * block.attn.output(attend(q, k, v, mask=mask))
     return x + gate2 * block.img_mlp(_norm(x, block.eps) * scale2)
 
@@ -84,7 +84,7 @@ def velocity(
     layout = prefix_layout(text.shape[1], slots, [tuple(reference.shape[-2:]) for reference in references])
     segments = [*layout.segments, layout.target(grid)]
     axes, base = dit.config.rope_axes, dit.config.rope_base
-    turn = torch.cat([rotation(segment, axes, base) for segment in segments])
+    rope = torch.cat([rotation(segment, axes, base) for segment in segments])
     ids = torch.tensor(block_ids(layout, grid))
     order = torch.arange(len(ids))
     mask = (order[:, None] >= order) | ((ids[:, None] == ids) & (ids >= 0))  # query i sees key j
@@ -108,9 +108,9 @@ def velocity(
     scale1, gate1, scale2, gate2 = 1 + scale1, gate1.tanh(), 1 + scale2, gate2.tanh()
     *blocks, last = dit.transformer_blocks
     for block in blocks:
-        x = run_block(block, dit.attend, x, scale1, gate1, scale2, gate2, turn, mask)
+        x = run_block(block, dit.attend, x, scale1, gate1, scale2, gate2, rope, mask)
     # Of the last block's output only the target is read.
-    q, k, v = last.attn.project(_norm(x, last.eps) * scale1, turn)
+    q, k, v = last.attn.qkv(_norm(x, last.eps) * scale1, rope)
     x, gate1, scale2, gate2 = (part[:, layout.length :] for part in (x, gate1, scale2, gate2))
     x = x + gate1 * last.attn.output(dit.attend(q[:, :, layout.length :], k, v, mask=mask[layout.length :]))
     x = x + gate2 * last.img_mlp(_norm(x, last.eps) * scale2)

@@ -23,7 +23,9 @@ def facts(model):
     """Of a MODEL's store, and of its place among ComfyUI's loaded models."""
     shelf = shelf_of(model)
     store, loaded = shelf.store, management.current_loaded_models
-    parts = [part for unit in store._units.values() for layer in unit.layers for half in layer for part in half]
+    parts = [
+        part for kv_block in store._kv_blocks.values() for layer in kv_block.layers for half in layer for part in half
+    ]
     storages = {part.untyped_storage().data_ptr(): part.untyped_storage().nbytes() for part in parts}
     return {
         "units": len(store),
@@ -50,7 +52,7 @@ class ProbeStore:
 
 
 class ProbeStray:
-    """How many units of prefixes stay alive when all stores are emptied."""
+    """How many KV blocks of prefixes stay alive when all stores are emptied."""
 
     INPUT_TYPES = classmethod(lambda cls: {"required": {}, "optional": {"after": ("*",)}})
     VALIDATE_INPUTS = classmethod(lambda cls, input_types: True)
@@ -59,13 +61,13 @@ class ProbeStray:
 
     def run(self, after=None):
         gc.collect()
-        found = {"Unit": [], "Store": []}
+        found = {"KVBlock": [], "Store": []}
         for one in gc.get_objects():
             found.get(type(one).__name__, []).append(one)
         for one in found["Store"]:
-            if hasattr(one, "_units"):
+            if hasattr(one, "_kv_blocks"):
                 one.clear("a test cleared it")
-        lives = [weakref.ref(unit) for unit in found["Unit"]]
+        lives = [weakref.ref(kv_block) for kv_block in found["KVBlock"]]
         del found, one
         return {"ui": {"shown": [json.dumps(sum(life() is not None for life in lives))]}}
 
@@ -220,7 +222,7 @@ class _Identity:
 
 
 class _Unit:
-    """A unit's place and size, without contents."""
+    """A KV block's place and size, without contents."""
 
     def __init__(self, device, nbytes):
         self.device, self.nbytes = device, nbytes
@@ -230,7 +232,7 @@ class _Unit:
 
 
 class ProbeYield:
-    """A store on a pretended card (the meta device) with two chains of three units, 100 bytes each, under pressure.
+    """A store on a pretended card (the meta device) with two chains of three KV blocks, 100 bytes each, under pressure.
 
     `steps` are "<way> <bytes>" with semicolons between; the way `ram` sets the free bytes of a pretended 1000.
     """
@@ -265,7 +267,7 @@ class ProbeYield:
         for step in steps.split(";"):
             way, number = step.split()
             answer = getattr(self, way)(int(number))
-            where = {key[1]: unit.device.type for key, unit in store._units.items()}
+            where = {key[1]: kv_block.device.type for key, kv_block in store._kv_blocks.items()}
             found.append({"answer": answer, "where": where, "listed": self.listed()})
         return found
 

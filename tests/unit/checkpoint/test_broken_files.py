@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from qwen21.checkpoint import detect
 from qwen21.checkpoint.load import check, find_dit, find_encoder, find_folder, find_vae, has_encoder, load
 from qwen21.checkpoint.safetensors_file import open_checkpoint, read_header
-from qwen21.cli.inspect import describe
+from qwen21.cli.inspect import inspect_report
 from qwen21.errors import UserError
 from tests.support import tiny
 from tests.support.corrupt_files import at_most, refused, shapes_of, write_tensors
@@ -89,7 +89,7 @@ def test_empty_and_odd_shapes(singles, tmp_path, slot, part):
         odd = {name: change(shape) if name.endswith(part) else shape for name, shape in shapes.items()}
         write_tensors(path, odd)
         detect.identify(open_checkpoint(path))
-        describe(path)
+        inspect_report(path)
         try:
             check(OPENERS[slot](path))
         except UserError:
@@ -114,7 +114,7 @@ def test_long_and_broken_names_are_shortened(tmp_path):
 
 def test_names_of_unused_tensors_are_shortened(copy):
     tiny.rewrite(copy["dit"], {"model.diffusion_model." + "x\n" * 5000: torch.zeros(1)})
-    lines = describe(copy["dit"]).splitlines()
+    lines = inspect_report(copy["dit"]).splitlines()
     assert "1 tensors that are not used" in lines[-1]
     assert len(lines[-1]) < 200
 
@@ -137,7 +137,7 @@ def test_pipes_and_devices_are_refused_at_once(model, tmp_path):
     os.mkfifo(pipe)
     folder = shutil.copytree(model.folder / "transformer", tmp_path / "t")
     with at_most(5):
-        for opener in (open_checkpoint, read_header, find_dit, describe):
+        for opener in (open_checkpoint, read_header, find_dit, inspect_report):
             refused(pipe, "a pipe, socket or device, expected a regular file", opener)
         refused("/dev/zero", "a pipe, socket or device", open_checkpoint)
         refused(tmp_path, "a pipe, socket or device", find_dit)
@@ -152,7 +152,7 @@ def test_pipes_and_devices_are_refused_at_once(model, tmp_path):
 
 def test_paths_that_cannot_be_asked(model, tmp_path, monkeypatch):
     endless = tmp_path / ("x" * 5000)
-    for opener in (open_checkpoint, find_dit, find_folder, describe):
+    for opener in (open_checkpoint, find_dit, find_folder, inspect_report):
         refused(endless, "cannot be reached .File name too long.", opener)
     with pytest.raises(UserError, match="cannot be reached"):
         find_folder(model.folder, tokenizer=endless)
@@ -215,8 +215,8 @@ def test_a_vae_that_only_decodes(copy):
     assert not has_encoder(part)
     check(part)
     assert not hasattr(load(part, torch.float32), "encoder")
-    assert "decodes only" in describe(copy["vae"])
-    assert "complete     yes" in describe(copy["vae"])
+    assert "decodes only" in inspect_report(copy["vae"])
+    assert "complete     yes" in inspect_report(copy["vae"])
 
 
 @pytest.mark.parametrize("kind", [ValueError, RuntimeError, OSError, safetensors.SafetensorError])

@@ -126,8 +126,8 @@ def test_mixed_halves_are_joined_without_loss(model, tmp_path):
     (tmp_path / "t").mkdir()
     save_file(state, tmp_path / "t" / "x.safetensors")
     path = converted("dit", tmp_path / "t", tmp_path / "q.safetensors", "img_mlp")
-    joined = load_file(path)[name.format("gate_up")]
-    assert torch.equal(joined, torch.cat([state[name.format(half)].float() for half in ("gate_layer", "proj")]))
+    contiguous = load_file(path)[name.format("gate_up")]
+    assert torch.equal(contiguous, torch.cat([state[name.format(half)].float() for half in ("gate_layer", "proj")]))
 
 
 def test_what_cannot_be_converted(model, singles, tmp_path, monkeypatch):

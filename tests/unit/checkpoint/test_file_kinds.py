@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qwen21.checkpoint.load import check, find_dit, find_encoder, find_vae, load
-from qwen21.checkpoint.safetensors_file import STRANGERS, open_checkpoint
-from qwen21.cli.inspect import describe
+from qwen21.checkpoint.safetensors_file import FOREIGN_FILES, open_checkpoint
+from qwen21.cli.inspect import inspect_report
 from qwen21.config.networks import DiTConfig, VAEConfig
 from qwen21.lora.read import find_lora, read_lora
 from tests.support import loras, tiny
@@ -56,7 +56,7 @@ def test_keys_under_a_wrapper_are_the_same_network(singles, tmp_path, slot, pref
     assert wrapped.config == plain.config
     state = load(plain, torch.float32).state_dict()
     assert all(torch.equal(value, state[name]) for name, value in load(wrapped, torch.float32).state_dict().items())
-    assert "complete     yes" in describe(path)
+    assert "complete     yes" in inspect_report(path)
 
 
 def test_a_language_model_under_a_wrapper_beside_a_bare_vision_tower(singles, tmp_path):
@@ -90,7 +90,7 @@ def test_a_lora_of_such_a_model_is_the_same_lora(tmp_path, prefix):
 
 # --- files of other kinds ------------------------------------------------------------------------------------------
 
-LENGTHS = [n for magic in STRANGERS if 2 <= (n := int.from_bytes(magic[:8], "little")) <= 1e8]
+LENGTHS = [n for magic in FOREIGN_FILES if 2 <= (n := int.from_bytes(magic[:8], "little")) <= 1e8]
 
 
 @pytest.mark.parametrize("length", sorted({640, 66_176, *LENGTHS}))
@@ -136,7 +136,7 @@ def test_a_fun_controlnet_is_named_wherever_it_lies(tmp_path, fused, prefix):
     path = tmp_path / "x.safetensors"
     save_file({prefix + name: tensor for name, tensor in control_tensors(fused).items()}, path)
     words = "a Fun ControlNet Union of Qwen-Image 2.1, which this pack does not apply yet"
-    assert words in describe(path)
+    assert words in inspect_report(path)
     for opener in (*OPENERS.values(), lambda p: read_lora(p, DiTConfig())):
         refused(path, f"this is {words}; expected", opener)
 
@@ -160,7 +160,7 @@ def test_a_pdd_adapter_is_refused_in_every_path(tmp_path, heads, metadata):
         refused(path, f"{PDD}; take another LoRA for few steps", lambda p, opener=opener: opener(p, loras.CONFIG))
     for opener in OPENERS.values():
         refused(path, f"{PDD}; expected", opener)
-    assert PDD.removeprefix("this is ") in describe(path)
+    assert PDD.removeprefix("this is ") in inspect_report(path)
 
 
 def test_a_transformer_with_several_heads_is_named(singles, tmp_path):
@@ -187,7 +187,7 @@ def test_a_header_alone_names_the_model(singles, tmp_path, slot):
     for kept in (0, len(data) // 3):
         path.write_bytes(data[: 8 + length + kept])
         words = f"x.safetensors: this is {TITLES[slot]}, but cut short: the header promises .* download it again"
-        for opener in (describe, *OPENERS.values()):
+        for opener in (inspect_report, *OPENERS.values()):
             refused(path, words, opener)
 
 
@@ -203,7 +203,7 @@ def test_a_header_alone_of_a_lora_names_it(tmp_path):
 
 def test_a_header_alone_of_nothing_known_is_cut_short(tmp_path):
     path = with_header(tmp_path / "x.safetensors", {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}})
-    refused(path, "x.safetensors: cut short: the header promises 8 bytes of tensors, the file holds 0", describe)
+    refused(path, "x.safetensors: cut short: the header promises 8 bytes of tensors, the file holds 0", inspect_report)
 
 
 FOUR_BITS = {

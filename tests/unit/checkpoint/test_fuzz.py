@@ -13,7 +13,7 @@ import torch
 
 from qwen21.checkpoint.load import check, find_dit, find_encoder, find_vae, load
 from qwen21.checkpoint.safetensors_file import DTYPE_BYTES
-from qwen21.cli.inspect import describe
+from qwen21.cli.inspect import inspect_report
 from qwen21.errors import UserError
 from qwen21.ops.quantized import Fp8
 from tests.support import tiny
@@ -244,7 +244,7 @@ def use(slot, path, fp8):
 
 def describe_or_refuse(path):
     try:
-        return describe(path)
+        return inspect_report(path)
     except UserError as error:
         return str(error)
 

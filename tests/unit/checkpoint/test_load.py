@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from qwen21.checkpoint import names as keymap
 from qwen21.checkpoint.load import find_dit, find_encoder, find_files, find_folder, find_vae, load
 from qwen21.checkpoint.safetensors_file import open_checkpoint, read_header
-from qwen21.cli.inspect import describe
+from qwen21.cli.inspect import inspect_report
 from qwen21.config.networks import DiTConfig, EncoderConfig, TextConfig, VAEConfig
 from qwen21.errors import UserError
 from tests.support import tiny
@@ -329,14 +329,14 @@ def test_fingerprint_follows_header_and_content(singles, copy):
 
 
 def test_inspect_says_what_it_is_and_what_is_missing(model, singles, copy):
-    text = describe(model.folder)
+    text = inspect_report(model.folder)
     for words in ("whole-model folder", "Qwen-Image 2.1 transformer", "Qwen3-VL encoder", "2.1 VAE", "fp32", "shards"):
         assert words in text
-    assert "complete     yes" in describe(singles["dit"])
+    assert "complete     yes" in inspect_report(singles["dit"])
     tiny.rewrite(copy["dit"], {"model.diffusion_model.img_in.weight": None})
-    assert "'img_in.weight' is missing" in describe(copy["dit"])
+    assert "'img_in.weight' is missing" in inspect_report(copy["dit"])
     shutil.copy(singles["vae"], copy["dit"])
-    assert "Qwen-Image 2.1 VAE" in describe(copy["dit"])
+    assert "Qwen-Image 2.1 VAE" in inspect_report(copy["dit"])
 
 
 def test_headers_are_read_without_the_data(singles):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from qwen21.checkpoint import detect
 from qwen21.checkpoint.load import check, find_dit, find_encoder, find_files, find_vae, load
 from qwen21.checkpoint.safetensors_file import open_checkpoint
-from qwen21.cli.inspect import describe
+from qwen21.cli.inspect import inspect_report
 from qwen21.inputs.prompt import layout_tokens
 from qwen21.inputs.tokenizer import load_tokenizer
 from qwen21.ops.quantized import QuantEmbedding, QuantLinear
@@ -75,7 +75,7 @@ def test_a_transformer_paints_as_its_source(model, singles, source, tmp_path, na
     part = find_dit(path)
     assert part.identity.quantization == title
     assert check(part) is None
-    assert describe(path).splitlines()[-1] == "  complete     yes"
+    assert inspect_report(path).splitlines()[-1] == "  complete     yes"
     dit = load(part, torch.float32)
     layers = [layer for layer in dit.modules() if isinstance(layer, QuantLinear)]
     assert len(layers) == 2 * 7  # four of the attention, three of the MLP, in two blocks
@@ -249,14 +249,14 @@ BROKEN = {
 @pytest.mark.parametrize(("change", "words"), BROKEN.values(), ids=BROKEN)
 def test_files_that_contradict_themselves(quantized, change, words):
     tiny.rewrite(quantized, change)
-    describe(quantized)
+    inspect_report(quantized)
     refused(quantized, words, lambda path: load(find_dit(path), torch.float32))
 
 
 def test_a_broken_norm_is_refused_before_a_weight_is_read(quantized):
     tiny.rewrite(quantized, {"txt_in.text_norm.weight": torch.ones(64).to(torch.float8_e4m3fn)})
     refused(quantized, "norms are never quantized", lambda path: check(find_dit(path)))
-    assert "norms are never quantized" in describe(quantized)
+    assert "norms are never quantized" in inspect_report(quantized)
 
 
 @pytest.mark.parametrize("text", ["[", "[]", '{"layers": 3}', '{"layers": {"a": 3}}', "{}", "[" * 50_000])
@@ -274,7 +274,7 @@ def test_attention_markers_and_scales_of_activations_are_let_be(quantized):
     }
     before = load(find_dit(quantized), torch.float32)
     after = load(find_dit(tiny.rewrite(quantized, extra)), torch.float32)
-    assert describe(quantized).splitlines()[-1] == "  complete     yes"
+    assert inspect_report(quantized).splitlines()[-1] == "  complete     yes"
     assert torch.equal(before.get_submodule(LAYER).dequantized(), after.get_submodule(LAYER).dequantized())
     metadata = json.dumps({"layers": {"transformer_blocks.1.attn": {"attention": "comfy_kitchen_int8"}}})
     save_file(load_file(quantized), quantized, {"_quantization_metadata": metadata})
@@ -331,6 +331,6 @@ def test_every_layer_is_told_by_its_header(quantized):
     assert {str(packing) for packing in identity.packings.values()} == {
         "int8, a scale per row, rotated in groups of 256"
     }
-    text = describe(quantized)
+    text = inspect_report(quantized)
     assert "int8_convrot" in text
     assert "12 int8, a scale per row, rotated in groups of 256" in text

@@ -72,8 +72,8 @@ def test_a_sessions_jobs_override_the_command_line_and_share_what_they_can(gener
         {"out": "d.png", "image": "other.png", "size": "64x32", "prefix_cache": "off"},
     ]
     encoded = []
-    original = DiT._prefill_unit
-    monkeypatch.setattr(DiT, "_prefill_unit", lambda *a: (encoded.append(1), original(*a)))
+    original = DiT._prefill_kv_block
+    monkeypatch.setattr(DiT, "_prefill_kv_block", lambda *a: (encoded.append(1), original(*a)))
     code, lines = generate("--prompt", "from the line", "--image", "ref.png", "--seed", 4, jobs=jobs)
     assert code == 0
     kinds = [line.split("prefix ")[1].split(":")[0] for line in lines]

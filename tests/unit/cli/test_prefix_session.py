@@ -168,10 +168,10 @@ def test_any_session_gives_what_fresh_processes_give(files, networks, prefilled,
         latents, said = run(warm, job)
         exact = True
         for text, reuse, tokens in zip(job.texts, said["reuse"], said["tokens"], strict=True):
-            chain, units = (job.codec, text, job.pictures), len(job.pictures) + 1
-            shared = units if chain in made else max((head(chain, other) for other in made), default=0)
-            computed = [prefilled.pop(0) for _ in range(units - shared)]
-            assert reuse["kind"] == ("hit" if shared == units else "partial" if shared else "miss")
+            chain, kv_blocks = (job.codec, text, job.pictures), len(job.pictures) + 1
+            shared = kv_blocks if chain in made else max((head(chain, other) for other in made), default=0)
+            computed = [prefilled.pop(0) for _ in range(kv_blocks - shared)]
+            assert reuse["kind"] == ("hit" if shared == kv_blocks else "partial" if shared else "miss")
             assert tokens - reuse["reused"] == sum(computed)
             exact &= made.setdefault(chain, not shared)
         assert prefilled == []
@@ -181,7 +181,7 @@ def test_any_session_gives_what_fresh_processes_give(files, networks, prefilled,
 
 
 def head(chain, other):
-    """Units that chains of different texts have in common: those of the references they begin with alike."""
+    """KV blocks that chains of different texts have in common: those of the references they begin with alike."""
     alike = [a == b for a, b in zip(chain[2], other[2], strict=False)]
     return 0 if chain[0] != other[0] else (*alike, False).index(False)
 

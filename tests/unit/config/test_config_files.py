@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from qwen21.checkpoint.load import HEADER_CONFIG, find_dit, find_encoder, find_folder, find_vae, module_of
-from qwen21.cli.inspect import describe
+from qwen21.cli.inspect import inspect_report
 from qwen21.config.networks import DiTConfig, EncoderConfig, TextConfig, VisionConfig
 from qwen21.errors import UserError
 from qwen21.mini.model import config_json
@@ -52,7 +52,7 @@ def test_a_transformer_config_that_is_not_the_tensors(folder, key, value, words)
     change_json(folder / "transformer" / "config.json", **{key: value})
     refused(folder / "transformer", r"transformer.config\.json: " + words, find_dit)
     refused(folder, words, find_folder)
-    assert words.split(",")[0] in describe(folder)
+    assert words.split(",")[0] in inspect_report(folder)
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_an_encoder_config_that_is_not_the_tensors(folder, group, key, value, wo
     file = folder / "text_encoder" / "config.json"
     change_json(file, **{group: json.loads(file.read_text())[group] | {key: value}})
     refused(folder / "text_encoder", words, find_encoder)
-    assert words in describe(folder / "text_encoder")
+    assert words in inspect_report(folder / "text_encoder")
 
 
 @pytest.mark.parametrize(
@@ -99,8 +99,8 @@ def test_what_shapes_do_not_tell_comes_from_the_config(folder):
     file = folder / "text_encoder" / "config.json"
     change_json(file, vision_config=json.loads(file.read_text())["vision_config"] | {"num_heads": 8})
     assert find_encoder(folder / "text_encoder").config.vision.heads == 8
-    assert "(32, 48, 48)" in describe(folder)
-    assert describe(folder).count("complete     yes") == 3
+    assert "(32, 48, 48)" in inspect_report(folder)
+    assert inspect_report(folder).count("complete     yes") == 3
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_what_shapes_do_not_tell_comes_from_the_config(folder):
 def test_broken_numbers_of_a_whole_folder(folder, file, key, value, words):
     change_json(folder / file, **{key: value})
     refused(folder, words, find_folder)
-    assert len(describe(folder).splitlines()[0]) < 400
+    assert len(inspect_report(folder).splitlines()[0]) < 400
 
 
 def test_a_single_file_can_carry_its_config_in_its_header(tmp_path):

@@ -84,7 +84,7 @@ def test_exif_orientation_is_applied(tmp_path, orientation, name):
     exif[0x0112] = orientation
     Image.fromarray(pixels).save(tmp_path / name, exif=exif)
     got = np.asarray(open_image(tmp_path / name))
-    turned = {
+    qk_norm_rope = {
         1: pixels,
         2: pixels[:, ::-1],
         3: pixels[::-1, ::-1],
@@ -94,8 +94,8 @@ def test_exif_orientation_is_applied(tmp_path, orientation, name):
         7: pixels.transpose(1, 0, 2)[::-1, ::-1],
         8: np.rot90(pixels),
     }[orientation]
-    assert got.shape[:2] == turned.shape[:2]
-    assert ((got[..., 0] > 127) == (turned[..., 0] > 127)).mean() > 0.97
+    assert got.shape[:2] == qk_norm_rope.shape[:2]
+    assert ((got[..., 0] > 127) == (qk_norm_rope[..., 0] > 127)).mean() > 0.97
 
 
 @pytest.mark.filterwarnings("ignore:Corrupt EXIF")

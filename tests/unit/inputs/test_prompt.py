@@ -137,8 +137,8 @@ def test_digest_names_pixels_and_size():
     assert Reference.prepare(picture, 96).digest == again.digest
     changed = picture.copy()
     changed.putpixel((30, 30), (1, 2, 3, 4))
-    turned = Image.frombytes("RGBA", (128, 64), picture.tobytes())
-    digests = {Reference.prepare(one, 96).digest for one in (picture, changed, turned, picture.convert("RGB"))}
+    qk_norm_rope = Image.frombytes("RGBA", (128, 64), picture.tobytes())
+    digests = {Reference.prepare(one, 96).digest for one in (picture, changed, qk_norm_rope, picture.convert("RGB"))}
     assert len(digests) == 4
     flat = [Reference.prepare(Image.new("RGBA", size, (9, 9, 9, 9)), 96) for size in ((64, 128), (128, 64))]
     assert flat[0].image.tobytes() == flat[1].image.tobytes() and flat[0].digest != flat[1].digest

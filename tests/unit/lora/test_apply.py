@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from qwen21.errors import UserError
-from qwen21.lora.apply import Beside, apply_loras
+from qwen21.lora.apply import LoraHook, apply_loras
 from qwen21.lora.read import Adapter, fuse, read_lora, split
 from tests.support import loras
 
@@ -93,7 +93,7 @@ def test_stacks_of_loras_in_any_order(dit, saved):
     assert torch.equal(with_loras(dit, *stack[::-1]), got)
     applied, other = apply_loras(dit, stack), {}
     layer = dit.transformer_blocks[0].attn.to_q
-    assert [type(hook) for hook in layer._forward_hooks.values()] == [Beside]
+    assert [type(hook) for hook in layer._forward_hooks.values()] == [LoraHook]
     assert all(len(module._forward_hooks) <= 1 for module in dit.modules())
     with pytest.raises(UserError, match="remove them first"):
         apply_loras(dit, stack)

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from qwen21.choices import KV_STORAGES
-from qwen21.memory.choose import Needs, choose, size
+from qwen21.memory.choose import Needs, choose_placement, size
 from qwen21.models.dit import PREFILL_CHUNK
 from qwen21.prefix import CODECS, FIDELITY, fitting_codec
 
@@ -18,8 +18,8 @@ NEEDS = Needs(
     prefix=CODEC_BYTES,
     prefill=dict.fromkeys(CODEC_BYTES, 20),
     step=dict.fromkeys(CODEC_BYTES, 10),
-    away_prefill=dict.fromkeys(CODEC_BYTES, 30),
-    away_step=dict.fromkeys(CODEC_BYTES, 10),
+    offloaded_prefill=dict.fromkeys(CODEC_BYTES, 30),
+    offloaded_step=dict.fromkeys(CODEC_BYTES, 10),
     decode={None: 80, 32: 40, 16: 20},
     encode={None: 40, 32: 20},
 )
@@ -47,7 +47,7 @@ NEEDS = Needs(
 def test_where_and_how_the_prefix_is_kept(free, ram, expected):
     ordered = replace(NEEDS, prefix={name: CODEC_BYTES[name] for name in ("native", "fp8_v", "int8", "fp8")})
     ordered = replace(ordered, weights=NEEDS.weights | {"encoder": 1})
-    choice = choose(ordered, free, ram)
+    choice = choose_placement(ordered, free, ram)
     assert (choice.placement, choice.codec, choice.fits) == expected
 
 
@@ -58,35 +58,35 @@ def test_where_and_how_the_prefix_is_kept(free, ram, expected):
 def test_on_the_cpu_everything_is_ram(ram, codec, fits):
     """Half of what weights leave of it may hold the prefix, and activations need the other. Where these do not fit, it
     is the most faithful codec that the half holds, else the last."""
-    choice = choose(replace(NEEDS, weights=NEEDS.weights | {"encoder": 1}), 10**6, ram, gpu=False)
+    choice = choose_placement(replace(NEEDS, weights=NEEDS.weights | {"encoder": 1}), 10**6, ram, gpu=False)
     assert (choice.placement, choice.codec, choice.fits) == ("cpu", codec, fits)
 
 
 @pytest.mark.parametrize("codec", ["native", "fp8"])
 @pytest.mark.parametrize("placement", ["gpu", "cpu"])
 def test_what_is_asked_for_is_kept(codec, placement):
-    choice = choose(NEEDS, 1000, 1000, placement=placement, codec=codec)
+    choice = choose_placement(NEEDS, 1000, 1000, placement=placement, codec=codec)
     assert (choice.placement, choice.codec) == (placement, codec)
 
 
 @pytest.mark.parametrize(("free", "decode", "encode"), [(110, None, None), (109, 32, None), (59, 16, 32), (34, 16, 32)])
 def test_tiles_are_the_largest_that_fit(free, decode, encode):
     """Beside 10 of weights, with a quarter on top."""
-    choice = choose(NEEDS, free, 10**6)
+    choice = choose_placement(NEEDS, free, 10**6)
     assert (choice.tile_decode, choice.tile_encode) == (decode, encode)
-    assert choose(replace(NEEDS, encode={}), free, 10**6).tile_encode is None
+    assert choose_placement(replace(NEEDS, encode={}), free, 10**6).tile_encode is None
 
 
 @pytest.mark.parametrize(("free", "together"), [(377, True), (376, False), (369, False)])
 def test_what_is_laid_out_must_fit_beside_all_networks(free, together):
     """230 of weights, 40 of prefix, and 22 of activations beside 85 laid out."""
-    assert choose(replace(NEEDS, joined=(85,)), free, 10**6).keep_loaded is together
+    assert choose_placement(replace(NEEDS, contiguous=(85,)), free, 10**6).keep_loaded is together
 
 
 @pytest.mark.parametrize(("free", "together"), [(370, True), (369, False)])
 def test_all_networks_stay_where_they_fit_together(free, together):
     """230 of weights, 40 of prefix and the fullest stage: 80 and a quarter."""
-    assert choose(NEEDS, free, 10**6).keep_loaded is together
+    assert choose_placement(NEEDS, free, 10**6).keep_loaded is together
 
 
 @pytest.mark.parametrize(
@@ -95,14 +95,14 @@ def test_all_networks_stay_where_they_fit_together(free, together):
         ({}, []),
         ({"weights": {"dit": 10**6, "encoder": 1, "vae": 1}}, ["transformer's weights", "smaller file"]),
         ({"weights": {"dit": 1, "encoder": 10**6, "vae": 1}}, ["text encoder", "smaller file"]),
-        ({"away_prefill": dict.fromkeys(CODEC_BYTES, 9999), "prefill": dict.fromkeys(CODEC_BYTES, 9999)},
+        ({"offloaded_prefill": dict.fromkeys(CODEC_BYTES, 9999), "prefill": dict.fromkeys(CODEC_BYTES, 9999)},
          ["transformer's stages", "fewer references"]),
         ({"prefix": dict.fromkeys(CODEC_BYTES, 10**4)}, ["half", "fewer references"]),
         ({"decode": {None: 9999, 8: 9998}}, ["VAE decodes", "smaller resolution"]),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_said_with_what_to_change(changed, words):
-    choice = choose(replace(NEEDS, **changed), 1000, 1000)
+    choice = choose_placement(replace(NEEDS, **changed), 1000, 1000)
     misfits = [reason for reason in choice.reasons if reason.startswith("does not fit: ")]
     assert choice.fits is (not words) and len(misfits) == bool(words)
     assert all(word in misfits[0] for word in words)
@@ -126,11 +126,11 @@ def test_every_codec_has_its_place():
 def test_a_run_chooses_the_same_codec(free, codecs):
     """A run decides when the transformer is loaded, from what is then left, less the activations. `codecs` are those
     that some amount of RAM below 300 leads to."""
-    needs = replace(NEEDS, prefix=IN_ORDER, away_prefill=NEEDS.prefill, away_step=NEEDS.step)
+    needs = replace(NEEDS, prefix=IN_ORDER, offloaded_prefill=NEEDS.prefill, offloaded_step=NEEDS.step)
     needs, gpu, chosen = replace(needs, weights=NEEDS.weights | {"encoder": 1}), free is not None, set()
     left = free - 110 - 22 if gpu else None
     for ram in range(300):
-        choice = choose(needs, free or 0, ram, gpu=gpu)
+        choice = choose_placement(needs, free or 0, ram, gpu=gpu)
         if choice.fits:
             chosen.add(choice.codec)
             assert choice.codec == fitting_codec(IN_ORDER, left, ram if gpu else ram - 110)

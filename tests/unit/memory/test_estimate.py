@@ -55,7 +55,7 @@ def prefilled(dit, codec, *made_of):
 def stepped(dit, prefix, batch, grid):
     """The peak of a step."""
     target = torch.zeros(batch, 64, *grid, dtype=next(dit.parameters()).dtype)
-    stored = [part for unit in prefix.units for layer in unit.layers for parts in layer for part in parts]
+    stored = [part for kv_block in prefix.kv_blocks for layer in kv_block.layers for parts in layer for part in parts]
     with Live(target, *stored, *dit.parameters()) as live:
         dit.denoise(target, 0.5, prefix)
     return live.peak
@@ -69,20 +69,20 @@ def test_released_references(side, expected):
     """Keys and values, 32 layers, 32 heads of 128, 2 bytes."""
     tokens = (side // 16) ** 2
     assert 2 * 32 * tokens * 32 * 128 * 2 == expected * GIB
-    assert estimate.unit_bytes(DiTConfig(), tokens, torch.bfloat16) == expected * GIB
+    assert estimate.kv_block_bytes(DiTConfig(), tokens, torch.bfloat16) == expected * GIB
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_prefix_bytes_are_exact(dit, codec):
-    """Two branches over the same references, the second taking their units from the first."""
+    """Two branches over the same references, the second taking their KV blocks from the first."""
     text, latents, slots = inputs(dit, 20, 2, (4, 6))
     dtype = text.dtype
     first = dit.prefill(text, latents, slots, codec=CODECS[codec])
-    shared = first.units[:2]
-    second = dit.prefill(text[:9], latents, slots, head=shared, codec=CODECS[codec])
+    shared = first.kv_blocks[:2]
+    second = dit.prefill(text[:9], latents, slots, cached=shared, codec=CODECS[codec])
     made = estimate.chains([first.layout, second.layout])
     assert [(chain.known, chain.new) for chain in made] == [((), (27, 27, 14)), ((27, 27), (3,))]
-    assert estimate.prefix_bytes(CONFIG, made, dtype, CODECS[codec]) == first.nbytes + second.units[-1].nbytes
+    assert estimate.prefix_bytes(CONFIG, made, dtype, CODECS[codec]) == first.nbytes + second.kv_blocks[-1].nbytes
     apart = estimate.chains([first.layout, second.layout], shared=False)
     assert estimate.prefix_bytes(CONFIG, apart, dtype, CODECS[codec]) == first.nbytes + second.nbytes
 
@@ -120,7 +120,7 @@ def test_activations_are_those_of_real_calls(dit, monkeypatch, case, codec):
     prefix, peak = prefilled(dit, codec, *inputs(dit, text, references, grid))
     made, dtype = estimate.chains([prefix.layout]), next(dit.parameters()).dtype
     assert estimate.prefill_activations(CONFIG, made, dtype, CODECS[codec]) == pytest.approx(peak, rel=CLOSE)
-    step = estimate.step_activations(CONFIG, batch, target[0] * target[1], made[0].units, dtype, CODECS[codec])
+    step = estimate.step_activations(CONFIG, batch, target[0] * target[1], made[0].kv_blocks, dtype, CODECS[codec])
     assert step == pytest.approx(stepped(dit, prefix, batch, target), rel=CLOSE)
 
 
@@ -130,7 +130,7 @@ def test_a_second_branch_adds_its_text(dit, monkeypatch):
     text, latents, slots = inputs(dit, 30, 2, (12, 12))
     with torch.inference_mode(), Live(text, *latents, *dit.parameters()) as live:
         first = dit.prefill(text, latents, slots)
-        second = dit.prefill(text[:20], latents, slots, head=first.units[:2])
+        second = dit.prefill(text[:20], latents, slots, cached=first.kv_blocks[:2])
     made = estimate.chains([first.layout, second.layout])
     kept = estimate.prefix_bytes(CONFIG, made, text.dtype)
     assert estimate.prefill_activations(CONFIG, made, text.dtype) == pytest.approx(live.peak - kept, rel=CLOSE)
@@ -148,9 +148,9 @@ def test_activations_beside_a_prefix_in_ram(dit, monkeypatch, codec):
     with torch.inference_mode(), Live(text, *latents, *dit.parameters()) as live:
         prefix = dit.prefill(text, latents, slots, codec=CODECS[codec], storage="meta")
     made = estimate.chains([prefix.layout])
-    away = estimate.prefill_activations(CONFIG, made, text.dtype, CODECS[codec], away=True)
-    assert away == pytest.approx(live.peak, rel=CLOSE)
-    step = estimate.step_activations(CONFIG, 1, 64, made[0].units, text.dtype, CODECS[codec], away=True)
+    offloaded = estimate.prefill_activations(CONFIG, made, text.dtype, CODECS[codec], offloaded=True)
+    assert offloaded == pytest.approx(live.peak, rel=CLOSE)
+    step = estimate.step_activations(CONFIG, 1, 64, made[0].kv_blocks, text.dtype, CODECS[codec], offloaded=True)
     assert step == pytest.approx(stepped(dit, prefix, 1, (8, 8)), rel=CLOSE)
 
 
@@ -168,11 +168,13 @@ def test_prefill_does_not_grow_with_references(dit, monkeypatch):
 def test_a_run_needs_the_most_that_its_stages_need(dit):
     """A small picture over a large reference is all prefill, a large one over a word all steps."""
     bf16, native = torch.bfloat16, CODECS["native"]
-    for units, tokens in (((300, 20), 4), ((2,), 400)):
-        prefill = estimate.prefill_activations(CONFIG, [estimate.Chain((), units)], bf16, native)
-        step = estimate.step_activations(CONFIG, 2, tokens, units, bf16)
+    for kv_blocks, tokens in (((300, 20), 4), ((2,), 400)):
+        prefill = estimate.prefill_activations(CONFIG, [estimate.Chain((), kv_blocks)], bf16, native)
+        step = estimate.step_activations(CONFIG, 2, tokens, kv_blocks, bf16)
         assert (prefill > step) == (tokens == 4)
-        assert estimate.working_bytes(CONFIG, 2, tokens, units, bf16) == int(estimate.ALLOWANCE * max(prefill, step))
+        assert estimate.working_bytes(CONFIG, 2, tokens, kv_blocks, bf16) == int(
+            estimate.ALLOWANCE * max(prefill, step)
+        )
     assert estimate.working_bytes(CONFIG, 1, 9, (), bf16) > 0
 
 
@@ -247,7 +249,7 @@ def test_reading_is_that_of_real_calls(dtype, blocks, text, mlp):
         pictures, heads = [], []
         for image in images:  # as `TextEncoder.encode`
             pictures.append(encoder.encode_vision(*vision_patches(image)))
-            heads.append(encoder.read_head(layout, heads, pictures[-1]))
+            heads.append(encoder.read_references(layout, heads, pictures[-1]))
         encoder(layout, heads)
     patches = [4 * rows * columns for rows, columns in blocks]
     expected = estimate.reading_activations(config, patches, len(layout.ids), dtype)

@@ -19,8 +19,8 @@ from qwen21.config.networks import DiTConfig
 from qwen21.inputs import images
 from qwen21.memory import estimate, show
 from qwen21.memory.choose import size
-from qwen21.memory.plan import Job, plan_memory
-from qwen21.memory.show import describe
+from qwen21.memory.plan import MemoryJob, plan_memory
+from qwen21.memory.show import plan_report
 from qwen21.pipeline import Pipeline, Request, Watch
 from tests.support import tiny
 from tests.support.live_bytes import Live
@@ -207,11 +207,11 @@ def test_warnings_of_a_run_are_those_of_its_plan(plan):
 
 
 def test_typical_prompts(model):
-    """Without a tokenizer: every picture a unit of its own, the branches' texts apart."""
+    """Without a tokenizer: every picture a KV block of its own, the branches' texts apart."""
     parts = vars(find_folder(model))
-    job = Job.typical([(64, 96)] * 3, (128, 64), batch=2, branches=2)
+    job = MemoryJob.typical([(64, 96)] * 3, (128, 64), batch=2, branches=2)
     made = plan_memory({name: parts[name] for name in ("dit", "encoder", "vae")}, job, free=None, ram=GIB)
-    assert [(kept.name, kept.tokens) for kept in made.units] == [
+    assert [(kept.name, kept.tokens) for kept in made.kv_blocks] == [
         *((f"reference {i}", 32) for i in (1, 2, 3)),
         ("the text, positive", 128),
         ("the text, negative", 128),
@@ -225,7 +225,7 @@ def test_prefixes_are_laid_out_once_where_half_of_the_room_holds_them(model, tmp
     made = planned(*edit, "--free", 1)
     config = find_folder(model).dit.config
     both = [2 * config.layers * (layout.length + 16) * config.width * 2 for layout in made.job.prefixes]
-    assert made.laid_out == sum(both) and f"K/V, {size(sum(both))} more" in describe(made)
+    assert made.laid_out == sum(both) and f"K/V, {size(sum(both))} more" in plan_report(made)
     step, prefill = (next(stage for stage in made.stages if stage.name == name) for name in ("step", "prefill"))
     assert step.prefix == prefill.prefix + sum(both)
     beside = made.needs.resident + made.needs.prefix["native"]
@@ -240,10 +240,10 @@ def test_what_the_arguments_of_a_run_change(model, tmp_path):
     picture = save(tmp_path / "a.png", (64, 64))
     edit = ["--model", model, "--image", picture, "--resolution", 64, "--negative", "dull", "--cfg", 2, "--free", 1]
     plain = planned(*edit)
-    one, apart = len(plain.units), planned(*edit, "--prefix-cache", "off")
-    assert (one, len(apart.units)) == (3, 4)
-    assert [kept.name for kept in apart.units][::2] == ["reference 1, positive", "reference 1, negative"]
-    assert apart.needs.prefix["native"] == plain.needs.prefix["native"] + plain.units[0].nbytes["native"]
+    one, apart = len(plain.kv_blocks), planned(*edit, "--prefix-cache", "off")
+    assert (one, len(apart.kv_blocks)) == (3, 4)
+    assert [kept.name for kept in apart.kv_blocks][::2] == ["reference 1, positive", "reference 1, negative"]
+    assert apart.needs.prefix["native"] == plain.needs.prefix["native"] + plain.kv_blocks[0].nbytes["native"]
     assert planned(*edit, "--batch", 3).needs.step["native"] > 2 * plain.needs.step["native"]
     started = planned("--model", model, "--resolution", 64, "--init-image", picture)
     assert "encode" in {stage.name for stage in started.stages}

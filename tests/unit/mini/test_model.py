@@ -13,7 +13,7 @@ from qwen21.checkpoint.load import find_folder
 from qwen21.inputs.prompt import SYSTEM_PROMPT, layout_tokens, vision_patches
 from qwen21.inputs.tokenizer import load_tokenizer
 from qwen21.mini.world import Scene, draw, random_task
-from qwen21.request import Request, make_plan
+from qwen21.request import Request, resolve_request
 
 
 @pytest.fixture(scope="module")
@@ -31,14 +31,14 @@ def test_bundle_is_small_and_complete(files):
 
 
 def test_sizes_it_does_not_know_are_warned_of(files):
-    assert make_plan(Request("x", size=(128, 96)), files).warnings == ()
-    (warning,) = make_plan(Request("x", size=(1024, 96)), files).warnings
+    assert resolve_request(Request("x", size=(128, 96)), files).warnings == ()
+    (warning,) = resolve_request(Request("x", size=(1024, 96)), files).warnings
     assert "qwen21-mini knows pictures of 96 to 128 pixels a side: a picture of 1024x96" in warning
     picture = draw(Scene((), ("white",)))
     asked = Request("x", size=(96, 96), references=(picture,))
-    (warning,) = make_plan(asked, files).warnings
+    (warning,) = resolve_request(asked, files).warnings
     assert "a reference of 1024x1024 will look like nothing; choose size and resolution 96" in warning
-    assert make_plan(replace(asked, resolution=96), files).warnings == ()
+    assert resolve_request(replace(asked, resolution=96), files).warnings == ()
 
 
 def test_processor_leaves_small_references_as_they_are():

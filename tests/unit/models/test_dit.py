@@ -121,10 +121,10 @@ def test_each_layer_reads_its_own_prefix(models):
 
 def _swap(prefix, a, b, side):
     """Swap the keys (0) or values (1) of two layers."""
-    for unit in prefix.units:
-        rows = [list(layer) for layer in unit.layers]
+    for kv_block in prefix.kv_blocks:
+        rows = [list(layer) for layer in kv_block.layers]
         rows[a][side], rows[b][side] = rows[b][side], rows[a][side]
-        unit.layers = [tuple(row) for row in rows]
+        kv_block.layers = [tuple(row) for row in rows]
 
 
 def test_prefix_pins_nothing_else(models):
@@ -132,8 +132,8 @@ def test_prefix_pins_nothing_else(models):
     text, references, _ = inputs(8, 6, [(2, 2)], (2, 2))
     with torch.inference_mode():
         prefix = ours.prefill(text, references, [3])
-    for unit, tokens in zip(prefix.units, (7, 3), strict=True):
-        for (k,), (v,) in unit.layers:
+    for kv_block, tokens in zip(prefix.kv_blocks, (7, 3), strict=True):
+        for (k,), (v,) in kv_block.layers:
             for tensor in (k, v):
                 assert tensor.untyped_storage().nbytes() == tensor.nbytes == 2 * tokens * 128 * 4
     assert prefix.nbytes == 2 * 3 * 2 * 10 * 128 * 4
@@ -155,14 +155,14 @@ def test_segments_never_depend_on_what_follows(models):
     text, references, _ = inputs(10, 12, [(3, 4), (2, 2)], (2, 2))
     with torch.inference_mode():
         long = ours.prefill(text, references, [4, 8])
-        head = ours.prefill(text[:4], references[:1], [4])  # a whole unit
-        extended = ours.prefill(text, references, [4, 8], head=head.units)
-    assert _equal(long.units[:1], head.units) and len(long.units) == 3
-    assert extended.units[0] is head.units[0] and _equal(extended.units, long.units)
+        head = ours.prefill(text[:4], references[:1], [4])  # a whole KV block
+        extended = ours.prefill(text, references, [4, 8], cached=head.kv_blocks)
+    assert _equal(long.kv_blocks[:1], head.kv_blocks) and len(long.kv_blocks) == 3
+    assert extended.kv_blocks[0] is head.kv_blocks[0] and _equal(extended.kv_blocks, long.kv_blocks)
 
 
 def _equal(some, others):
-    """Whether units hold the same bits."""
+    """Whether KV blocks hold the same bits."""
     return all(
         torch.equal(a, b)
         for one, other in zip(some, others, strict=True)
@@ -245,7 +245,7 @@ def test_fp16_residual_is_clipped(models, monkeypatch):
     monkeypatch.setattr(block.attn, "output", lambda attended, kernels: torch.zeros(1, 2, 256, dtype=attended.dtype))
     one = torch.ones(256, dtype=torch.float16)
     x = torch.full((1, 2, 256), 60000.0, dtype=torch.float16)
-    out = block.finish(x, torch.zeros(1, 2, 2, 128, dtype=torch.float16), Modulation(one, one, one, one))
+    out = block.attn_out_mlp(x, torch.zeros(1, 2, 2, 128, dtype=torch.float16), Modulation(one, one, one, one))
     assert torch.equal(out, torch.full_like(out, 65504))
 
 
@@ -255,7 +255,7 @@ def test_cancel_is_asked_in_every_block_of_a_prefill(models):
     calls = []
     with torch.inference_mode():
         ours.prefill(text, references, [3], check_cancel=lambda: calls.append(1))
-    assert len(calls) == 2 * 3  # two units, three layers
+    assert len(calls) == 2 * 3  # two KV blocks, three layers
 
 
 def test_wrong_shapes_are_refused_in_one_line(models):

@@ -188,46 +188,48 @@ def test_features_are_shared_between_prompts(ours, tokenizer, references, monkey
 def test_a_head_serves_every_prompt_behind_its_references(ours, tokenizer, references, monkeypatch):
     """Bit-equal to reading all anew, and of all tokens only the prompt's pass through the layers."""
     wanted = [ours.encode(tokenizer, prompt, references).states for prompt in (PROMPT, "other")]
-    heads = {}
-    assert torch.equal(ours.encode(tokenizer, PROMPT, references, heads=heads).states, wanted[0])
-    digests, head = tuple(one.digest for one in references), heads[references[0].digest,]
-    assert list(heads) == [digests[:i] for i in range(1, len(digests) + 1)]
+    contexts = {}
+    assert torch.equal(ours.encode(tokenizer, PROMPT, references, contexts=contexts).states, wanted[0])
+    digests, context = tuple(one.digest for one in references), contexts[references[0].digest,]
+    assert list(contexts) == [digests[:i] for i in range(1, len(digests) + 1)]
     read = []
     embed = ours.language_model.embed_tokens.forward
     monkeypatch.setattr(
         ours.language_model.embed_tokens, "forward", lambda ids: read.append(ids.shape[1]) or embed(ids)
     )
     monkeypatch.setattr(ours, "encode_vision", None)
-    got = ours.encode(tokenizer, "other", references, heads=heads)
+    got = ours.encode(tokenizer, "other", references, contexts=contexts)
     assert torch.equal(got.states, wanted[1])
     assert read == [len(got.layout.ids) - got.layout.images[-1].stop] and read[0] < 12
-    layers = [(2, CONFIG.text.kv_heads, len(head.states), CONFIG.text.head_dim)] * CONFIG.text.layers
-    assert [(len(kv), *kv[0].shape[1:]) for kv in head.layers] == layers
-    assert head.nbytes == 4 * len(head.states) * (CONFIG.text.width + 2 * layers[0][1] * layers[0][3] * len(layers))
+    layers = [(2, CONFIG.text.kv_heads, len(context.states), CONFIG.text.head_dim)] * CONFIG.text.layers
+    assert [(len(kv), *kv[0].shape[1:]) for kv in context.layers] == layers
+    assert context.nbytes == 4 * len(context.states) * (
+        CONFIG.text.width + 2 * layers[0][1] * layers[0][3] * len(layers)
+    )
 
 
 def test_other_references_have_another_head(ours, tokenizer, references):
-    heads = {}
-    ours.encode(tokenizer, PROMPT, references, heads=heads)
-    got = ours.encode(tokenizer, PROMPT, references[::-1], heads=heads)
+    contexts = {}
+    ours.encode(tokenizer, PROMPT, references, contexts=contexts)
+    got = ours.encode(tokenizer, PROMPT, references[::-1], contexts=contexts)
     assert torch.equal(got.states, ours.encode(tokenizer, PROMPT, references[::-1]).states)
-    assert len(heads) == 2 * len(references)
+    assert len(contexts) == 2 * len(references)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_what_follows_a_reference_changes_no_bit_before_it(state, tokenizer, dtype):
-    """Products round by the number of their rows: at these sizes a head read in one differs from one read alone."""
+    """Products round by the number of their rows: at these sizes a context read in one differs from one read alone."""
     encoder = TextEncoder(CONFIG, dtype=dtype)
     encoder.load_state_dict(state)
     pixels = np.random.default_rng(1).integers(0, 256, (3, 256, 256, 4), dtype=np.uint8)
     references = [Reference.prepare(Image.fromarray(one), 256) for one in pixels]
-    heads, alone = {}, {}
-    more = encoder.encode(tokenizer, PROMPT, references, heads=heads)
+    contexts, alone = {}, {}
+    more = encoder.encode(tokenizer, PROMPT, references, contexts=contexts)
     for count in (1, 2):
-        fewer = encoder.encode(tokenizer, "other", references[:count], heads=alone)
+        fewer = encoder.encode(tokenizer, "other", references[:count], contexts=alone)
         end = fewer.image_slots[-1]
         assert torch.equal(fewer.states[:end], more.states[:end])
-    assert torch.equal(encoder.encode(tokenizer, PROMPT, references, heads=alone).states, more.states)
+    assert torch.equal(encoder.encode(tokenizer, PROMPT, references, contexts=alone).states, more.states)
 
 
 @torch.no_grad()
@@ -254,11 +256,11 @@ def _elsewhere(base):
 
     class Layer(base):
         def forward(self, x):
-            away, self._parameters = self._parameters, self.real
+            offloaded, self._parameters = self._parameters, self.real
             try:
                 return super().forward(x)
             finally:
-                self._parameters = away
+                self._parameters = offloaded
 
     return Layer
 

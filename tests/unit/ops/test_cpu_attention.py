@@ -10,7 +10,7 @@ import torch
 from qwen21.errors import UserError
 from qwen21.ops import attention_backends, cpu_attention
 from qwen21.ops.attention import sdpa
-from qwen21.ops.attention_backends import Shape, choose
+from qwen21.ops.attention_backends import Shape, choose_attention
 from qwen21.ops.cpu_attention import CpuAttention
 from tests.support.needs_compiler import needs_compiler
 
@@ -121,12 +121,12 @@ def test_auto_takes_it_where_it_is_faster(monkeypatch):
     times = {sdpa: 2.0}
     monkeypatch.setattr(attention_backends, "_seconds", lambda kernel, *_: times.get(kernel, 1.0))
     q, k, v = draw(1, 2, 16, 20, 128)
-    name, attend = choose("auto", SHAPE, torch.float32, CPU, may_compile=True)
+    name, attend = choose_attention("auto", SHAPE, torch.float32, CPU, may_compile=True)
     assert name == "compiled" and torch.equal(attend(q, k, v), CpuAttention()(q, k, v))
-    assert choose("auto", SHAPE, torch.float32, CPU) == ("sdpa", sdpa)
-    assert choose("auto", SHAPE, torch.bfloat16, CPU, may_compile=True) == ("sdpa", sdpa)
+    assert choose_attention("auto", SHAPE, torch.float32, CPU) == ("sdpa", sdpa)
+    assert choose_attention("auto", SHAPE, torch.bfloat16, CPU, may_compile=True) == ("sdpa", sdpa)
     times[sdpa] = 0.5
-    assert choose("auto", SHAPE, torch.float32, CPU, may_compile=True) == ("sdpa", sdpa)
+    assert choose_attention("auto", SHAPE, torch.float32, CPU, may_compile=True) == ("sdpa", sdpa)
 
 
 def test_what_is_timed_takes_no_minutes(monkeypatch):
@@ -137,12 +137,12 @@ def test_what_is_timed_takes_no_minutes(monkeypatch):
 
 
 def test_it_has_to_be_asked_for_where_it_runs():
-    assert choose("compiled", SHAPE, torch.float32, CPU)[0] == "compiled"
+    assert choose_attention("compiled", SHAPE, torch.float32, CPU)[0] == "compiled"
     for dtype, device in ((torch.bfloat16, "cpu"), (torch.float32, "cuda")):
         with pytest.raises(UserError, match="compiled is for fp32 on a CPU; take auto or sdpa"):
-            choose("compiled", SHAPE, dtype, torch.device(device))
+            choose_attention("compiled", SHAPE, dtype, torch.device(device))
     with pytest.raises(UserError, match="expected one of auto, sdpa"):
-        attention_backends.check("fast", torch.float32, CPU)
+        attention_backends.require_attention("fast", torch.float32, CPU)
 
 
 def test_without_a_compiler_it_is_one_line(monkeypatch):
@@ -150,11 +150,11 @@ def test_without_a_compiler_it_is_one_line(monkeypatch):
         raise FileNotFoundError("no C++ compiler\nat all")
 
     monkeypatch.setattr("torch._inductor.codecache.CppCodeCache.load", load)
-    assert choose("auto", SHAPE, torch.float32, CPU, may_compile=True) == ("sdpa", sdpa)
+    assert choose_attention("auto", SHAPE, torch.float32, CPU, may_compile=True) == ("sdpa", sdpa)
     with pytest.raises(
         UserError, match=r"here \(no C\+\+ compiler; it takes a .*, such as g\+\+\); take auto or sdpa$"
     ):
-        choose("compiled", SHAPE, torch.float32, CPU)
+        choose_attention("compiled", SHAPE, torch.float32, CPU)
 
 
 def test_a_compilers_own_words_are_told(monkeypatch):
@@ -163,7 +163,7 @@ def test_a_compilers_own_words_are_told(monkeypatch):
 
     monkeypatch.setattr("torch._inductor.codecache.CppCodeCache.load", load)
     with pytest.raises(UserError, match=r"does not run here \(g\+\+: fatal error: no room left; it takes"):
-        choose("compiled", SHAPE, torch.float32, CPU)
+        choose_attention("compiled", SHAPE, torch.float32, CPU)
 
 
 def test_what_a_compiler_makes_something_else_of_is_not_taken(monkeypatch):
@@ -172,8 +172,8 @@ def test_what_a_compiler_makes_something_else_of_is_not_taken(monkeypatch):
     load = CppCodeCache.load
     monkeypatch.setattr(CppCodeCache, "load", lambda source, **kw: load(source.replace("0.2402", "0.2302"), **kw))
     with pytest.raises(UserError, match=r"the C\+\+ compiler makes something else of it"):
-        choose("compiled", SHAPE, torch.float32, CPU)
-    assert choose("auto", SHAPE, torch.float32, CPU, may_compile=True) == ("sdpa", sdpa)
+        choose_attention("compiled", SHAPE, torch.float32, CPU)
+    assert choose_attention("auto", SHAPE, torch.float32, CPU, may_compile=True) == ("sdpa", sdpa)
 
 
 def test_relaxed_arithmetic_is_not_inherited():

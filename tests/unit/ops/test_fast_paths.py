@@ -11,16 +11,16 @@ from qwen21.checkpoint.load import find_folder
 from qwen21.config.networks import DiTConfig
 from qwen21.errors import UserError
 from qwen21.guidance_branch import Branch
-from qwen21.lora.apply import Beside
+from qwen21.lora.apply import LoraHook
 from qwen21.models.dit import DiT
 from qwen21.models.flex_prefill import FlexPrefill
 from qwen21.ops import attention_backends, fused_linear
 from qwen21.ops.attention import prefixed_attention, sdpa
-from qwen21.ops.attention_backends import Shape, choose
+from qwen21.ops.attention_backends import Shape, choose_attention
 from qwen21.ops.pointwise import CompiledKernels
-from qwen21.ops.quantized import Packed, QuantLinear, quantize_rows
+from qwen21.ops.quantized import QuantizedWeight, QuantLinear, quantize_rows
 from qwen21.pipeline import Pipeline
-from qwen21.prefix import CODECS, Joined, Store
+from qwen21.prefix import CODECS, ContiguousKV, Store
 from qwen21.prefix.placement import Placement
 from qwen21.request import Request
 from tests.support import tiny
@@ -132,14 +132,14 @@ def test_devices_without_fp8_products_keep_the_plain_ones():
     dit = new_dit()
     tiny.in_fp8(dit)
     fused_linear.fuse(dit)
-    assert not dit.multiplies_fp8 and dit.transformer_blocks[0].attn.product_out is None
+    assert not dit.multiplies_fp8 and dit.transformer_blocks[0].attn.fused_out is None
 
 
 def test_layers_with_loras_or_of_unequal_kinds_are_left_alone():
     dit = new_dit()
     first, second = dit.transformer_blocks
-    first.attn.to_k.register_forward_hook(Beside([]))
-    second.img_mlp.proj = QuantLinear(Packed(*quantize_rows(second.img_mlp.proj.weight)))
+    first.attn.to_k.register_forward_hook(LoraHook([]))
+    second.img_mlp.proj = QuantLinear(QuantizedWeight(*quantize_rows(second.img_mlp.proj.weight)))
     assert fused_linear.fuse(dit) == 2
     assert first.attn.fused is None and second.img_mlp.fused is None
 
@@ -151,11 +151,13 @@ def test_a_joined_prefix_is_bit_equal(codec, batch):
     dit = new_dit()
     text, references, target = inputs(batch)
     prefix = dit.prefill(text, references, [3, 7], codec=CODECS[codec])
-    joined = Joined(prefix, 16, CONFIG.layers, CPU, torch.float32)
+    contiguous = ContiguousKV(prefix, 16, CONFIG.layers, CPU, torch.float32)
     for sigma in (0.9, 0.2):  # the second step finds the first one's keys in its place
-        assert torch.equal(dit.denoise(target, sigma, prefix, joined=joined), dit.denoise(target, sigma, prefix))
-    held = sum(part.nbytes for layer in range(CONFIG.layers) for part in joined[layer])
-    assert held == Joined.nbytes(CONFIG, prefix.length, 16, torch.float32)
+        assert torch.equal(
+            dit.denoise(target, sigma, prefix, contiguous=contiguous), dit.denoise(target, sigma, prefix)
+        )
+    held = sum(part.nbytes for layer in range(CONFIG.layers) for part in contiguous[layer])
+    assert held == ContiguousKV.nbytes(CONFIG, prefix.length, 16, torch.float32)
 
 
 @pytest.mark.parametrize(("free", "joins"), [(10**9, True), (10**4, False), (None, False)])
@@ -164,8 +166,8 @@ def test_a_prefix_is_joined_where_there_is_room(tmp_path, monkeypatch, free, joi
     request = Request("a cat", size=(64, 64), steps=2)
     wanted = pipeline.generate(request)
     made = []
-    join = Branch._join
-    monkeypatch.setattr(Branch, "_join", lambda self, *a: made.append(join(self, *a)) or made[-1])
+    join = Branch._lay_out
+    monkeypatch.setattr(Branch, "_lay_out", lambda self, *a: made.append(join(self, *a)) or made[-1])
     placed = pipeline.placement(0)
     monkeypatch.setattr(
         Pipeline, "placement", lambda self, n: SimpleNamespace(spare=lambda: free, room=placed.room, place=placed.place)
@@ -185,8 +187,8 @@ def test_room_is_where_the_steps_run(device, spare):
 
 
 def test_a_cpu_attends_with_pytorchs_own():
-    assert choose("auto", SHAPE, torch.bfloat16, CPU) == ("sdpa", sdpa)
-    assert choose("sdpa", SHAPE, torch.float32, CPU) == ("sdpa", sdpa)
+    assert choose_attention("auto", SHAPE, torch.bfloat16, CPU) == ("sdpa", sdpa)
+    assert choose_attention("sdpa", SHAPE, torch.float32, CPU) == ("sdpa", sdpa)
 
 
 def test_the_fastest_kernel_that_runs_is_chosen(monkeypatch):
@@ -200,10 +202,13 @@ def test_the_fastest_kernel_that_runs_is_chosen(monkeypatch):
         return took
 
     monkeypatch.setattr(attention_backends, "_seconds", seconds)
-    assert choose("auto", SHAPE, torch.bfloat16, torch.device("cuda"))[0] == "flash"
+    assert choose_attention("auto", SHAPE, torch.bfloat16, torch.device("cuda"))[0] == "flash"
     times["sdpa"] = 1.0
-    assert choose("auto", SHAPE, torch.bfloat16, torch.device("cuda")) == ("sdpa", sdpa)
-    assert choose("auto", SHAPE, torch.float32, torch.device("cuda")) == ("sdpa", sdpa)  # fp32 is for exactness
+    assert choose_attention("auto", SHAPE, torch.bfloat16, torch.device("cuda")) == ("sdpa", sdpa)
+    assert choose_attention("auto", SHAPE, torch.float32, torch.device("cuda")) == (
+        "sdpa",
+        sdpa,
+    )  # fp32 is for exactness
 
 
 def test_masked_and_causal_calls_stay_with_pytorch():
@@ -217,15 +222,15 @@ def test_masked_and_causal_calls_stay_with_pytorch():
 
 def test_a_kernel_that_does_not_run_here_is_one_line():
     with pytest.raises(UserError, match="cudnn does not run here .*; take auto or sdpa") as error:
-        choose("cudnn", SHAPE, torch.float32, CPU)
+        choose_attention("cudnn", SHAPE, torch.float32, CPU)
     assert "\n" not in str(error.value)
     with pytest.raises(UserError, match="expected one of auto, sdpa"):
-        choose("xformers", SHAPE, torch.float32, CPU)
+        choose_attention("xformers", SHAPE, torch.float32, CPU)
 
 
 def test_sage_needs_its_package(monkeypatch):
     with pytest.raises(UserError, match="needs the package sageattention"):
-        choose("sage", SHAPE, torch.bfloat16, CPU)
+        choose_attention("sage", SHAPE, torch.bfloat16, CPU)
     calls = []
 
     def sageattn(q, k, v, tensor_layout, is_causal):
@@ -234,7 +239,7 @@ def test_sage_needs_its_package(monkeypatch):
 
     module = SimpleNamespace(sageattn=sageattn, __spec__=object())
     monkeypatch.setitem(sys.modules, "sageattention", module)
-    name, attend = choose("sage", SHAPE, torch.bfloat16, CPU)
+    name, attend = choose_attention("sage", SHAPE, torch.bfloat16, CPU)
     q = drawn(1, 1, 2, 4, 8)
     assert name == "sage" and torch.equal(attend(q, q, q), sdpa(q, q, q)) and set(calls) == {("HND", False)}
 
@@ -242,8 +247,8 @@ def test_sage_needs_its_package(monkeypatch):
 def test_rows_of_a_batch_find_their_own_keys_behind_a_joined_prefix():
     q, k, v = (drawn(seed, 3, 2, 4, 8) for seed in (1, 2, 3))
     pieces = [(drawn(5, 1, 2, 6, 8), drawn(6, 1, 2, 6, 8))]
-    joined = tuple(torch.cat([part, torch.zeros(1, 2, 4, 8)], dim=2) for part in pieces[0])
-    assert torch.equal(prefixed_attention(q, k, v, joined=joined), prefixed_attention(q, k, v, pieces))
+    contiguous = tuple(torch.cat([part, torch.zeros(1, 2, 4, 8)], dim=2) for part in pieces[0])
+    assert torch.equal(prefixed_attention(q, k, v, contiguous=contiguous), prefixed_attention(q, k, v, pieces))
 
 
 # --- a prefix in one pass ------------------------------------------------------------------------------------------
@@ -261,8 +266,10 @@ def test_a_prefix_in_one_pass_equals_that_by_units(text, slots, grids, codec):
     latents = [drawn(2 + i, 64, *grid) for i, grid in enumerate(grids)]
     wanted = dit.prefill(states, latents, slots, codec=CODECS[codec])
     got = FlexPrefill(compiled=False)(dit, states, latents, slots, codec=CODECS[codec])
-    assert [unit.tokens for unit in got.units] == [unit.tokens for unit in wanted.units]
-    assert got.nbytes == wanted.nbytes and len(storage(*(unit.layers[0][0][0] for unit in got.units))) == len(got.units)
+    assert [kv_block.tokens for kv_block in got.kv_blocks] == [kv_block.tokens for kv_block in wanted.kv_blocks]
+    assert got.nbytes == wanted.nbytes and len(
+        storage(*(kv_block.layers[0][0][0] for kv_block in got.kv_blocks))
+    ) == len(got.kv_blocks)
     target = drawn(9, 1, 64, 4, 4)
     expected = dit.denoise(target, 0.6, wanted)
     limit = 1e-5 if codec == "native" else 0.02  # one value may round to another code

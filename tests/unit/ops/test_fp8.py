@@ -127,7 +127,7 @@ def test_where_the_gpu_multiplies_fp8(monkeypatch):
 
 def test_a_layer_uses_the_fp8_product_where_there_is_one(monkeypatch):
     data, scale = quantized.quantize_rows(torch.randn(32, 64, generator=torch.Generator().manual_seed(2)))
-    layer = QuantLinear(quantized.Packed(data, scale), torch.ones(32, dtype=torch.bfloat16))
+    layer = QuantLinear(quantized.QuantizedWeight(data, scale), torch.ones(32, dtype=torch.bfloat16))
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
     plain = layer(x)
     monkeypatch.setattr(quantized, "has_fp8_matmul", lambda x, weight: True)

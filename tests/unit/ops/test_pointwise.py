@@ -52,7 +52,7 @@ def computed(which, x, gate, update, scale, wide, value):
         "norm": which.norm(x, scale, CONFIG.eps),
         "residual": which.residual(x, gate, update),
         "residual_norm": torch.stack(which.residual_norm(x, gate, update, scale, CONFIG.eps)),
-        "gated": which.gated(wide.clone(), value),
+        "gated": which.silu_mul(wide.clone(), value),
     }
 
 
@@ -89,7 +89,7 @@ def test_what_kernels_quantize_has_a_scale_per_token(compiled, batch, tokens):
         assert (after - wanted["residual"]).abs().max() < 1e-5
         got = {
             "norm": kernels.norm(x, scale, CONFIG.eps, fp8=True),
-            "gated": kernels.gated(wide.clone(), value, fp8=True),
+            "gated": kernels.silu_mul(wide.clone(), value, fp8=True),
             "plain": kernels.quantized(x),
         }
         for rows, exact in [(normed, wanted["residual_norm"][1]), *((got[name], wanted[name]) for name in got)]:
@@ -104,11 +104,11 @@ def test_what_kernels_quantize_has_a_scale_per_token(compiled, batch, tokens):
 @torch.inference_mode()
 def test_a_compiled_gate_is_in_its_place(compiled):
     gate, value = drawn(1, 1, 9, 64), drawn(2, 1, 9, 64)
-    assert compiled.gated(gate, value).data_ptr() == gate.data_ptr()
+    assert compiled.silu_mul(gate, value).data_ptr() == gate.data_ptr()
     halves = drawn(3, 2, 9, 128)
     gate, value = halves.chunk(2, dim=-1)  # as a fused product gives them
-    wanted = EAGER.gated(gate.clone(), value)
-    assert (compiled.gated(gate, value) - wanted).abs().max() < 1e-6
+    wanted = EAGER.silu_mul(gate.clone(), value)
+    assert (compiled.silu_mul(gate, value) - wanted).abs().max() < 1e-6
 
 
 @needs_compiler
@@ -121,14 +121,14 @@ def test_rotation_in_pairs_equals_the_complex_one(compiled, own_norm):
     graphs = None
     for seed, (batch, tokens) in enumerate([(1, 5), (1, 9), (2, 7)]):
         x, angles = drawn(seed, batch, tokens, 3, 16), drawn(seed + 9, tokens, 8)
-        turn = torch.polar(torch.ones_like(angles), angles)
-        got = compiled.in_pairs(x, norm if own_norm else norm.forward, turn)
-        assert (got - EAGER.turned(x, norm, turn)).abs().max() < 1e-5
+        rope = torch.polar(torch.ones_like(angles), angles)
+        got = compiled.in_pairs(x, norm if own_norm else norm.forward, rope)
+        assert (got - EAGER.qk_norm_rope(x, norm, rope)).abs().max() < 1e-5
         assert graphs in (None, counters["stats"]["unique_graphs"]), "another size compiled again"
         graphs = counters["stats"]["unique_graphs"]
     parts = drawn(30, 1, 7, 144).chunk(3, dim=-1)[1].unflatten(-1, (3, 16))
-    turn = torch.polar(torch.ones(7, 8), drawn(31, 7, 8))
-    assert (compiled.in_pairs(parts, norm, turn) - EAGER.turned(parts, norm, turn)).abs().max() < 1e-5
+    rope = torch.polar(torch.ones(7, 8), drawn(31, 7, 8))
+    assert (compiled.in_pairs(parts, norm, rope) - EAGER.qk_norm_rope(parts, norm, rope)).abs().max() < 1e-5
 
 
 @needs_compiler

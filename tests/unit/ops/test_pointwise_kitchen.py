@@ -51,16 +51,18 @@ def by_formula(norm, x, angles):
 def test_it_follows_the_formula(dtype, limit, own_norm):
     kernels, (norm, x, angles) = prepared(dtype), case(dtype)
     assert kernels.name == "comfy-kitchen"
-    turn = kernels.rotation(torch.polar(torch.ones_like(angles), angles))
+    rope = kernels.rotation(torch.polar(torch.ones_like(angles), angles))
     with torch.inference_mode():
-        got = kernels.turned(x, norm if own_norm else norm.forward, turn)
+        got = kernels.qk_norm_rope(x, norm if own_norm else norm.forward, rope)
     assert got.dtype == dtype and (got - by_formula(norm, x, angles)).abs().max() < limit
 
 
 def test_gradients_go_through_pytorch():
     kernels, (norm, x, angles) = prepared(), case()
     x = x.clone().requires_grad_()
-    kernels.turned(x, norm, kernels.rotation(torch.polar(torch.ones_like(angles), angles))).square().sum().backward()
+    kernels.qk_norm_rope(
+        x, norm, kernels.rotation(torch.polar(torch.ones_like(angles), angles))
+    ).square().sum().backward()
     wanted = x.detach().double().requires_grad_()
     by_formula(norm, wanted, angles).square().sum().backward()
     assert (x.grad - wanted.grad).abs().max() < 1e-4
@@ -96,8 +98,8 @@ def test_one_that_is_wrong_or_fails_is_not_used(monkeypatch, function, instead):
     monkeypatch.setattr(comfy_kitchen, function, instead)
     kernels, (norm, x, angles) = prepared(), case()
     assert kernels.name == "eager"
-    turn = kernels.rotation(torch.polar(torch.ones_like(angles), angles))
-    assert (kernels.turned(x, norm, turn) - by_formula(norm, x, angles)).abs().max() < 1e-5
+    rope = kernels.rotation(torch.polar(torch.ones_like(angles), angles))
+    assert (kernels.qk_norm_rope(x, norm, rope) - by_formula(norm, x, angles)).abs().max() < 1e-5
 
 
 def test_without_the_package_pytorch_serves(monkeypatch):

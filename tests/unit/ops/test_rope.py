@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from qwen21.ops.rope import rotate, rotation
+from qwen21.ops.rope import apply_rope, rotation
 from qwen21.sequence import ImageSegment, TextSegment
 
 AXES, BASE = (16, 56, 56), 10000
@@ -36,7 +36,7 @@ def test_image_positions_are_centred_and_row_major():
 def test_rotate_turns_interleaved_pairs():
     x = torch.randn(2, 5, 3, 128, generator=torch.Generator().manual_seed(0))
     turn = rotation(TextSegment(0, 3, 0, 5), AXES, BASE)
-    got = rotate(x, turn)
+    got = apply_rope(x, turn)
     for k in (0, 7, 8, 63):
         re, im = x[..., 2 * k], x[..., 2 * k + 1]
         c, s = turn[:, k].real[:, None], turn[:, k].imag[:, None]
@@ -49,7 +49,7 @@ def test_scores_depend_on_distance_alone():
     q, k = torch.randn(2, 1, 1, 1, 128, generator=torch.Generator().manual_seed(1))
 
     def score(p, r):
-        a, b = (rotate(x, rotation(TextSegment(0, at, 0, 1), AXES, BASE)) for x, at in ((q, p), (k, r)))
+        a, b = (apply_rope(x, rotation(TextSegment(0, at, 0, 1), AXES, BASE)) for x, at in ((q, p), (k, r)))
         return (a * b).sum()
 
     assert score(3, 10) == pytest.approx(score(1003, 1010).item(), abs=1e-3)
@@ -59,4 +59,4 @@ def test_scores_depend_on_distance_alone():
 def test_bf16_is_rotated_in_fp32():
     x = torch.randn(1, 4, 2, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
     turn = rotation(TextSegment(0, 900, 0, 4), AXES, BASE)
-    assert torch.equal(rotate(x, turn), rotate(x.float(), turn).bfloat16())
+    assert torch.equal(apply_rope(x, turn), apply_rope(x.float(), turn).bfloat16())

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from qwen21.errors import UserError
-from qwen21.prefix.codecs import CODECS, FP8, Packing, codec_named
+from qwen21.prefix.codecs import CODECS, FP8, KVPacking, codec_named
 from tests.bench.codecs import cases, int4
 
 PACKED = ["fp8", "fp8_v", "int8"]
@@ -137,7 +137,7 @@ def test_plain_int8_is_as_exact_as_its_step(drawn):
     step = mean_square_of_the_largest(128) / 127**2
     expected = 10 * math.log10(12 / step)
     for name in ("keys Gaussian", "values Gaussian"):
-        assert snr(drawn, name, Packing(torch.int8)) == pytest.approx(expected, abs=0.25)
+        assert snr(drawn, name, KVPacking(torch.int8)) == pytest.approx(expected, abs=0.25)
     assert expected == pytest.approx(43.7, abs=0.1)
 
 
@@ -147,7 +147,7 @@ def test_plain_fp8_is_as_exact_as_its_mantissa(drawn):
     noise = (2 ** x.log2().floor() / 8) ** 2 / 12
     expected = 10 * torch.log10(x.square().sum() / noise.sum()).item()
     for name in ("keys Gaussian", "values Gaussian"):
-        assert snr(drawn, name, Packing(FP8)) == pytest.approx(expected, abs=0.35)
+        assert snr(drawn, name, KVPacking(FP8)) == pytest.approx(expected, abs=0.35)
     assert expected == pytest.approx(31.7, abs=0.3)
 
 
@@ -168,7 +168,7 @@ def test_plain_fp8_is_as_exact_as_its_mantissa(drawn):
 def test_what_was_adopted_wins(drawn, name, case, plain, least):
     codec = CODECS[name]
     adopted = codec.keys if case.startswith("keys") else codec.values
-    assert plain[0] < snr(drawn, case, Packing(adopted.code)) < plain[1]
+    assert plain[0] < snr(drawn, case, KVPacking(adopted.code)) < plain[1]
     assert snr(drawn, case, adopted) > least
 
 
@@ -178,7 +178,7 @@ def test_nothing_adopted_loses_against_plain(drawn, name, half):
     """0.1 dB in the mean of 40 draws; of the few drawn here the wide rows waver by three times that."""
     adopted = getattr(CODECS[name], half)
     for case in (case for case in drawn if case.startswith(half)):
-        assert snr(drawn, case, adopted) > snr(drawn, case, Packing(adopted.code)) - 0.4, case
+        assert snr(drawn, case, adopted) > snr(drawn, case, KVPacking(adopted.code)) - 0.4, case
 
 
 def test_int8_beats_fp8_everywhere_and_int4_is_far_behind(drawn):
@@ -200,8 +200,11 @@ def sylvester(size):
 def test_codes_are_the_formulas(head_dim, block, n):
     x = normal(n, head_dim=head_dim) + 3 * normal(1, 1, head_dim=head_dim)
     rest = x.double() - (x.double().mean(2, keepdim=True) if n >= 8 else 0)
-    turned = (rest.unflatten(-1, (-1, block)) @ sylvester(block)).flatten(-2)
-    for name, exact, code, largest in (("int8", turned, torch.int8, 127), ("fp8", rest, torch.float8_e4m3fn, 448)):
+    qk_norm_rope = (rest.unflatten(-1, (-1, block)) @ sylvester(block)).flatten(-2)
+    for name, exact, code, largest in (
+        ("int8", qk_norm_rope, torch.int8, 127),
+        ("fp8", rest, torch.float8_e4m3fn, 448),
+    ):
         scaled = exact / exact.abs().amax(-1, keepdim=True) * largest
         expected = scaled.to(FP8).double() if name == "fp8" else scaled.round()
         got = CODECS[name].encode(x, x)[0][0]

@@ -19,7 +19,16 @@ from qwen21.inputs.prompt import prepare_references
 from qwen21.inputs.tokenizer import load_tokenizer
 from qwen21.models.dit import DiT
 from qwen21.pipeline import Pipeline, Request, Watch
-from qwen21.prefix import CODECS, ModelIdentity, Origins, PrefixInputs, Store, prefix_through, text_origin, unit_keys
+from qwen21.prefix import (
+    CODECS,
+    ModelIdentity,
+    Origins,
+    PrefixInputs,
+    Store,
+    kv_block_keys,
+    prefix_through,
+    text_origin,
+)
 from tests.support import tiny
 from tests.support.tiny_tokenizer import write_tokenizer
 
@@ -159,7 +168,7 @@ def encoded(model):
 
 
 def through(store, dit, states, slots, latents, facts, codec="native"):
-    keys = unit_keys(states, latents, slots, Origins.from_facts(facts))
+    keys = kv_block_keys(states, latents, slots, Origins.from_facts(facts))
     inputs = PrefixInputs(states.float(), latents, slots, keys)
     with torch.inference_mode():
         return prefix_through(store, ModelIdentity("weights", "fp32", codec), dit, inputs, lambda needed, head: CPU)
@@ -168,7 +177,7 @@ def through(store, dit, states, slots, latents, facts, codec="native"):
 def same(prefix, other):
     return all(
         torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-        for one, two in zip(prefix.units, other.units, strict=True)
+        for one, two in zip(prefix.kv_blocks, other.kv_blocks, strict=True)
         for layer, its in zip(one.layers, two.layers, strict=True)
         for parts, its_parts in zip(layer, its, strict=True)
         for a, b in zip(parts, its_parts, strict=True)
@@ -198,12 +207,12 @@ def test_changed_states_are_never_served_what_the_old_ones_made(encoded, tamper,
     for kind in ("miss", "hit"):
         prefix, reuse = through(store, dit, changed, text.image_slots, latents, facts, codec)
         assert reuse.kind == kind
-        assert not {*map(id, prefix.units)} & {*map(id, first.units)}
+        assert not {*map(id, prefix.kv_blocks)} & {*map(id, first.kv_blocks)}
         with torch.inference_mode():
             expected = dit.prefill(changed.float(), latents, text.image_slots, codec=CODECS[codec])
         assert same(prefix, expected)
     prefix, reuse = through(store, dit, text.states, text.image_slots, latents, facts, codec)
-    assert reuse.kind == "hit" and prefix.units == first.units
+    assert reuse.kind == "hit" and prefix.kv_blocks == first.kv_blocks
 
 
 def test_changed_latents_are_never_served_what_the_old_ones_made(encoded):
@@ -215,7 +224,9 @@ def test_changed_latents_are_never_served_what_the_old_ones_made(encoded):
         prefix, _ = through(store, dit, text.states, text.image_slots, changed, facts)
         with torch.inference_mode():
             assert same(prefix, dit.prefill(text.states, changed, text.image_slots))
-        assert [a is b for a, b in zip(prefix.units, first.units, strict=True)] == [i < reused for i in range(3)]
+        assert [a is b for a, b in zip(prefix.kv_blocks, first.kv_blocks, strict=True)] == [
+            i < reused for i in range(3)
+        ]
 
 
 def test_a_new_prompt_behind_the_same_references_is_a_partial_hit(encoded):
@@ -224,7 +235,10 @@ def test_a_new_prompt_behind_the_same_references_is_a_partial_hit(encoded):
     store = Store(10**9)
     for (text, facts), kind in zip(texts, ("miss", "partial", "partial"), strict=True):
         prefix, reuse = through(store, dit, text.states, text.image_slots, latents, facts)
-        assert (reuse.kind, reuse.reused) == (kind, sum(u.tokens for u in prefix.units[:2]) if kind != "miss" else 0)
+        assert (reuse.kind, reuse.reused) == (
+            kind,
+            sum(u.tokens for u in prefix.kv_blocks[:2]) if kind != "miss" else 0,
+        )
         with torch.inference_mode():
             target = torch.ones(1, 64, 2, 2)
             fresh = dit.prefill(text.states, latents, text.image_slots)
@@ -236,9 +250,9 @@ def test_an_error_within_a_prefill_leaves_the_store_as_it_was(encoded, monkeypat
     store = Store(10**9)
     first, _ = through(store, dit, text.states, text.image_slots, latents, facts)
     with monkeypatch.context() as patch:
-        patch.setattr(DiT, "_prefill_unit", lambda *args: (_ for _ in ()).throw(Cancelled()))
+        patch.setattr(DiT, "_prefill_kv_block", lambda *args: (_ for _ in ()).throw(Cancelled()))
         with pytest.raises(Cancelled):
             through(store, dit, other.states, other.image_slots, latents, its_facts)
     assert (len(store), store.nbytes()) == (3, first.nbytes)
     prefix, reuse = through(store, dit, other.states, other.image_slots, latents, its_facts)
-    assert reuse.kind == "partial" and prefix.units[:2] == first.units[:2]
+    assert reuse.kind == "partial" and prefix.kv_blocks[:2] == first.kv_blocks[:2]

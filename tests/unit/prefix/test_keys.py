@@ -1,4 +1,4 @@
-"""Names of a prefix's units: equal where K and V are, different where they may not be."""
+"""Names of a prefix's KV blocks: equal where K and V are, different where they may not be."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from qwen21.inputs.prompt import TokenLayout
 from qwen21.models.text_encoder import TextStates
-from qwen21.prefix import Origins, TextOrigin, content, text_origin, unit_keys
-from qwen21.prefix.keys import unit_names
+from qwen21.prefix import Origins, TextOrigin, content, kv_block_keys, text_origin
+from qwen21.prefix.keys import kv_block_names
 from qwen21.sequence import prefix_layout
 
 WIDTH = 4
@@ -49,11 +49,11 @@ def keys_of(tail="abcd", pictures=("cat", "dog"), origin=True, **kw):
     references = [LATENTS[name] for name in pictures]
     names = {content(LATENTS[name]): f"{name} vae" for name in pictures}
     origins = Origins(made_by, names) if origin else Origins()
-    return unit_keys(text.states, references, text.image_slots, origins)
+    return kv_block_keys(text.states, references, text.image_slots, origins)
 
 
 def common(first, second):
-    """Units that two chains begin with alike; behind a difference nothing may be equal."""
+    """KV blocks that two chains begin with alike; behind a difference nothing may be equal."""
     same = [a == b for a, b in zip(first, second, strict=False)]
     head = next((i for i, equal in enumerate(same) if not equal), len(same))
     assert not set(first[head:]) & set(second[head:])
@@ -76,14 +76,14 @@ def draw(rng):
 
 
 def described(text, references, slots):
-    """Each unit's whole past in plain numbers."""
-    units, past, first = [], [str(text.dtype)], 0
+    """Each KV block's whole past in plain numbers."""
+    kv_blocks, past, first = [], [str(text.dtype)], 0
     for slot, reference in zip(slots, references, strict=True):
         past = [*past, text[first:slot].tolist(), tuple(reference.shape), reference.tolist()]
-        units.append(repr(past))
+        kv_blocks.append(repr(past))
         first = slot
     tail = text[first:].tolist()
-    return [*units, repr([*past, tail])] if tail else units
+    return [*kv_blocks, repr([*past, tail])] if tail else kv_blocks
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -95,7 +95,7 @@ def test_units_are_named_alike_exactly_where_all_before_them_is_alike(seed):
         text, references, slots = draw(rng)
         if slots and not slots[0]:
             text = text.float()
-        keys = unit_keys(text, references, slots)
+        keys = kv_block_keys(text, references, slots)
         for key, made_of in zip(keys, described(text, references, slots), strict=True):
             assert seen.setdefault(key, made_of) == made_of
             assert key == seen.setdefault(made_of, key)
@@ -103,22 +103,22 @@ def test_units_are_named_alike_exactly_where_all_before_them_is_alike(seed):
 
 def test_a_change_shows_from_its_own_unit_on():
     text, references, slots = normal(9, WIDTH), [normal(3, 2, 2, seed=i) for i in range(3)], [2, 2, 5]
-    keys = unit_keys(text, references, slots)
+    keys = kv_block_keys(text, references, slots)
     assert len(keys) == len(set(keys)) == 4
-    for token, unit in ((0, 0), (1, 0), (2, 2), (4, 2), (5, 3), (8, 3)):
+    for token, kv_block in ((0, 0), (1, 0), (2, 2), (4, 2), (5, 3), (8, 3)):
         changed = text.clone()
         changed[token, 0] += 1e-6
-        assert common(keys, unit_keys(changed, references, slots)) == unit
+        assert common(keys, kv_block_keys(changed, references, slots)) == kv_block
     for i in range(3):
         changed = [r.clone() for r in references]
         changed[i][0, 0, 0] = -changed[i][0, 0, 0]
-        assert common(keys, unit_keys(text, changed, slots)) == i
+        assert common(keys, kv_block_keys(text, changed, slots)) == i
         changed[i] = references[i].reshape(3, 1, 4)
-        assert common(keys, unit_keys(text, changed, slots)) == i
-    assert common(keys, unit_keys(text, [references[i] for i in (0, 2, 1)], slots)) == 1
-    assert common(keys, unit_keys(text, references, [2, 3, 5])) == 1
-    assert common(keys, unit_keys(text, references[:2], slots[:2])) == 2
-    assert common(keys, unit_keys(text[:7], references, slots)) == 3
+        assert common(keys, kv_block_keys(text, changed, slots)) == i
+    assert common(keys, kv_block_keys(text, [references[i] for i in (0, 2, 1)], slots)) == 1
+    assert common(keys, kv_block_keys(text, references, [2, 3, 5])) == 1
+    assert common(keys, kv_block_keys(text, references[:2], slots[:2])) == 2
+    assert common(keys, kv_block_keys(text[:7], references, slots)) == 3
 
 
 # --- by origin -----------------------------------------------------------------------------------------------------
@@ -146,18 +146,20 @@ def test_pictures_are_told_apart_by_pixels_and_by_latents():
     text, origin = encoded()
     latents = [LATENTS["cat"], LATENTS["dog"]]
     names = {content(LATENTS["cat"]): "cat vae", content(LATENTS["dog"]): "dog vae"}
-    keys = unit_keys(text.states, latents, text.image_slots, Origins(origin, names))
+    keys = kv_block_keys(text.states, latents, text.image_slots, Origins(origin, names))
     other_vae = {content(LATENTS["cat"]): "cat vae", content(LATENTS["dog"]): "dog other"}
-    assert common(keys, unit_keys(text.states, latents, text.image_slots, Origins(origin, other_vae))) == 1
+    assert common(keys, kv_block_keys(text.states, latents, text.image_slots, Origins(origin, other_vae))) == 1
     pixels = replace(origin, pictures=((*origin.pictures[0][:2], "another"), origin.pictures[1]))
-    assert common(keys, unit_keys(text.states, latents, text.image_slots, Origins(pixels, names))) == 1  # text alone
+    assert (
+        common(keys, kv_block_keys(text.states, latents, text.image_slots, Origins(pixels, names))) == 1
+    )  # text alone
     pixels = replace(origin, pictures=(origin.pictures[0], (*origin.pictures[1][:2], "another")))
-    assert common(keys, unit_keys(text.states, latents, text.image_slots, Origins(pixels, names))) == 2
-    turned = [LATENTS["cat"], LATENTS["dog"].transpose(1, 2)]  # another grid sits elsewhere, whatever its name
-    grids = names | {content(turned[1]): "dog vae"}
-    assert common(keys, unit_keys(text.states, turned, text.image_slots, Origins(origin, grids))) == 1
+    assert common(keys, kv_block_keys(text.states, latents, text.image_slots, Origins(pixels, names))) == 2
+    qk_norm_rope = [LATENTS["cat"], LATENTS["dog"].transpose(1, 2)]  # another grid sits elsewhere, whatever its name
+    grids = names | {content(qk_norm_rope[1]): "dog vae"}
+    assert common(keys, kv_block_keys(text.states, qk_norm_rope, text.image_slots, Origins(origin, grids))) == 1
     changed = [LATENTS["cat"], LATENTS["dog"] * 1.001]  # the noted name is of other content
-    assert common(keys, unit_keys(text.states, changed, text.image_slots, Origins(origin, names))) == 1
+    assert common(keys, kv_block_keys(text.states, changed, text.image_slots, Origins(origin, names))) == 1
 
 
 @pytest.mark.parametrize("tamper", ["zeroed", "averaged", "concatenated", "cut", "swapped", "cast", "one bit"])
@@ -177,9 +179,9 @@ def test_states_that_are_not_the_origins_are_named_by_content(tamper):
     if tamper == "one bit":
         tampered.view(torch.int32)[-1, -1] ^= 1
     references, names = [LATENTS["cat"], LATENTS["dog"]], {}
-    keys = unit_keys(tampered, references, text.image_slots, Origins(origin, names))
-    assert keys == unit_keys(tampered, references, text.image_slots)
-    assert common(keys, unit_keys(text.states, references, text.image_slots, Origins(origin, names))) == 0
+    keys = kv_block_keys(tampered, references, text.image_slots, Origins(origin, names))
+    assert keys == kv_block_keys(tampered, references, text.image_slots)
+    assert common(keys, kv_block_keys(text.states, references, text.image_slots, Origins(origin, names))) == 0
 
 
 ORIGIN = TextOrigin("encoder", (1, 2, 3, 9, 9, 4, 5), (1, 2, 5, 6), ((3, 5, "cat"),), "content")
@@ -252,8 +254,8 @@ def test_origins_read_from_json_name_the_same():
     back = Origins.from_facts(json.loads(json.dumps(Origins(origin).facts())))
     assert back == Origins(origin)
     references = [LATENTS["cat"], LATENTS["dog"]]
-    expected = unit_keys(text.states, references, text.image_slots, Origins(origin))
-    assert unit_keys(text.states, references, text.image_slots, back) == expected
+    expected = kv_block_keys(text.states, references, text.image_slots, Origins(origin))
+    assert kv_block_keys(text.states, references, text.image_slots, back) == expected
 
 
 # --- content -------------------------------------------------------------------------------------------------------
@@ -284,9 +286,9 @@ def test_content_sees_every_bit(dtype):
 
 
 def test_units_are_called_after_the_reference_they_end_with():
-    assert unit_names(prefix_layout(5, [0, 3, 3], [(1, 1)] * 3)) == (
+    assert kv_block_names(prefix_layout(5, [0, 3, 3], [(1, 1)] * 3)) == (
         *("reference 1", "reference 2", "reference 3"),
         "the text",
     )
-    assert unit_names(prefix_layout(5, [5], [(1, 1)])) == ("reference 1",)
-    assert unit_names(prefix_layout(5, [], [])) == ("the text",)
+    assert kv_block_names(prefix_layout(5, [5], [(1, 1)])) == ("reference 1",)
+    assert kv_block_names(prefix_layout(5, [], [])) == ("the text",)

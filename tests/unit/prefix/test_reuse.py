@@ -1,4 +1,4 @@
-"""A prefix by way of the store: the same bits as a prefill, the units counted, and kept where there is room."""
+"""A prefix by way of the store: the same bits as a prefill, the KV blocks counted, and kept where there is room."""
 
 from __future__ import annotations
 
@@ -13,7 +13,17 @@ from qwen21.config.networks import DiTConfig
 from qwen21.errors import Cancelled
 from qwen21.models.dit import DiT
 from qwen21.pipeline import Pipeline
-from qwen21.prefix import CODECS, Origins, PrefixInputs, Reuse, Store, TextOrigin, content, prefix_through, unit_keys
+from qwen21.prefix import (
+    CODECS,
+    Origins,
+    PrefixInputs,
+    Reuse,
+    Store,
+    TextOrigin,
+    content,
+    kv_block_keys,
+    prefix_through,
+)
 from tests.support import tiny
 from tests.support.fake_cuda import Away
 from tests.support.fake_kv_blocks import AWAY, BYTES, CPU, MODEL, Placed
@@ -49,7 +59,7 @@ def inputs(prompt="abc", pictures="xy", origin=False):
         ids = tuple(map(ord, letters))
         made_by = TextOrigin("encoder", ids, tuple(range(len(ids))), (), content(text))
         origins = Origins(made_by, {content(r): name for r, name in zip(references, pictures, strict=True)})
-    return PrefixInputs(text, references, slots, unit_keys(text, references, slots, origins))
+    return PrefixInputs(text, references, slots, kv_block_keys(text, references, slots, origins))
 
 
 @torch.inference_mode()
@@ -58,15 +68,15 @@ def through(store, dit, given, identity=MODEL, place=lambda needed, head: CPU, *
 
 
 @torch.inference_mode()
-def fresh(dit, given, codec="native", head=()):
-    return dit.prefill(given.text, given.references, given.slots, codec=CODECS[codec], head=head)
+def fresh(dit, given, codec="native", cached=()):
+    return dit.prefill(given.text, given.references, given.slots, codec=CODECS[codec], cached=cached)
 
 
 def raw(prefix):
     return [
         part.contiguous().view(torch.uint8)
-        for unit in prefix.units
-        for layer in unit.layers
+        for kv_block in prefix.kv_blocks
+        for layer in kv_block.layers
         for parts in layer
         for part in parts
     ]
@@ -86,18 +96,18 @@ def test_miss_then_hit_then_partial(dit, prefilled, codec):
     first, reuse = through(store, dit, inputs(), identity)
     assert (reuse.kind, reuse.reused, reuse.tokens) == ("miss", 0, 13)
     assert reuse.reason == "nothing stored yet for this loaded model"
-    assert reuse.spent == sum(unit.seconds for unit in first.units) > 0 == reuse.saved
+    assert reuse.spent == sum(kv_block.seconds for kv_block in first.kv_blocks) > 0 == reuse.saved
     assert prefilled == [5, 5, 3]
     again, reuse = through(store, dit, inputs(), identity)
     assert (reuse.kind, reuse.reused, reuse.tokens, reuse.reason) == ("hit", 13, 13, "")
-    assert reuse.saved == sum(unit.seconds for unit in first.units) > 0 == reuse.spent
-    assert all(a is b for a, b in zip(again.units, first.units, strict=True)) and len(prefilled) == 3
+    assert reuse.saved == sum(kv_block.seconds for kv_block in first.kv_blocks) > 0 == reuse.spent
+    assert all(a is b for a, b in zip(again.kv_blocks, first.kv_blocks, strict=True)) and len(prefilled) == 3
     _, reuse = through(store, dit, inputs("abd"), identity)
     assert (reuse.kind, reuse.reused, reuse.reason) == ("partial", 10, "the text is new")
     part, reuse = through(store, dit, inputs("abc", "xz"), identity)
     assert (reuse.kind, reuse.reused, reuse.reason) == ("partial", 5, "new from reference 2 on")
-    assert reuse.spent == sum(unit.seconds for unit in part.units[1:])
-    assert reuse.saved == first.units[0].seconds
+    assert reuse.spent == sum(kv_block.seconds for kv_block in part.kv_blocks[1:])
+    assert reuse.saved == first.kv_blocks[0].seconds
     assert prefilled[3:] == [3, 5, 3]
     assert same(part, fresh(dit, inputs("abc", "xz"), codec))
     numbers = store.statistics
@@ -143,10 +153,10 @@ def test_a_new_prompt_behind_the_same_references(dit, prefilled, codec):
     prefix, reuse = through(store, dit, given, identity)
     assert (reuse.kind, reuse.reused, reuse.reason) == ("partial", 10, "the text is new")
     assert prefilled == [5, 5, 3, 3]
-    assert all(a is b for a, b in zip(prefix.units[:2], first.units[:2], strict=True))
-    assert same(prefix, fresh(dit, given, codec, head=first.units[:2]))
+    assert all(a is b for a, b in zip(prefix.kv_blocks[:2], first.kv_blocks[:2], strict=True))
+    assert same(prefix, fresh(dit, given, codec, cached=first.kv_blocks[:2]))
     again, reuse = through(store, dit, given, identity)
-    assert reuse.kind == "hit" and all(a is b for a, b in zip(again.units, prefix.units, strict=True))
+    assert reuse.kind == "hit" and all(a is b for a, b in zip(again.kv_blocks, prefix.kv_blocks, strict=True))
     if codec == "native":
         target = normal(2, 4, 2, 3, seed=9)
         with torch.inference_mode():
@@ -173,7 +183,7 @@ def test_codecs_share_nothing(dit):
         for codec in CODECS:
             prefix, reuse = through(store, dit, inputs(), replace(MODEL, codec=codec))
             assert reuse.kind == kind and same(prefix, fresh(dit, inputs(), codec))
-            assert {unit.codec.name for unit in prefix.units} == {codec}
+            assert {kv_block.codec.name for kv_block in prefix.kv_blocks} == {codec}
 
 
 def test_without_budget_a_run_still_has_its_prefix(dit):
@@ -240,8 +250,8 @@ def test_places_are_asked_for_what_is_not_there(dit, codec):
         asked.append(needed)
         return CPU
 
-    def nbytes(*units):
-        return LAYERS * sum(CODECS[codec].nbytes(n, 1, 128, torch.float32) for n in units)
+    def nbytes(*kv_blocks):
+        return LAYERS * sum(CODECS[codec].nbytes(n, 1, 128, torch.float32) for n in kv_blocks)
 
     for given in (inputs(), inputs(), inputs("abc", "xz")):
         prefix, _ = through(store, dit, given, identity, place)
@@ -252,20 +262,20 @@ def test_places_are_asked_for_what_is_not_there(dit, codec):
 
 
 def stored(store, given, *devices):
-    """Store stand-ins for the units of some inputs that lie on these devices."""
-    units = [Placed(100, at) for at in devices]
-    store.add(MODEL, given.keys[: len(units)], units)
-    return units
+    """Store stand-ins for the KV blocks of some inputs that lie on these devices."""
+    kv_blocks = [Placed(100, at) for at in devices]
+    store.add(MODEL, given.keys[: len(kv_blocks)], kv_blocks)
+    return kv_blocks
 
 
 @pytest.mark.parametrize("storage", [CPU, AWAY])
 def test_units_elsewhere_are_counted_and_moved(dit, storage):
     """The text is on the CPU here, so what lies on the other device is absent."""
     store, given, asked = Store(10**6), inputs(), []
-    units = stored(store, given, CPU, AWAY, AWAY)
+    kv_blocks = stored(store, given, CPU, AWAY, AWAY)
     prefix, reuse = through(store, dit, given, place=lambda needed, head: asked.append(needed) or storage)
     assert asked == [200 * BYTES]
-    assert prefix.units == units and {unit.at for unit in units} == {storage}
+    assert prefix.kv_blocks == kv_blocks and {kv_block.at for kv_block in kv_blocks} == {storage}
     assert (reuse.kind, reuse.reused) == ("hit", 300)
 
 
@@ -286,14 +296,14 @@ def test_the_rest_is_computed_behind_a_head_where_it_is_placed(dit, monkeypatch)
 
 @pytest.mark.parametrize("free", [0, 50, 150, 250, 350])
 def test_what_is_placed_on_the_device_fits_beside_a_step(dit, monkeypatch, free):
-    """Room for a step may come from moving stored units to RAM, but not from moving those about to be used: they
+    """Room for a step may come from moving stored KV blocks to RAM, but not from moving those about to be used: they
     would come straight back, and the step run out of memory."""
     capacity, working, store, given = (free + 400) * BYTES, 200 * BYTES, Store(10**6), inputs()
     head = stored(store, given, CPU, CPU, CPU)
     other = Placed(100, CPU)
     store.add(replace(MODEL, patches="x"), ["other"], [other])
-    for unit in (*head, other):
-        unit.at = AWAY
+    for kv_block in (*head, other):
+        kv_block.at = AWAY
     on_device = replace(given, text=given.text.as_subclass(Away))  # a full hit computes nothing with it
 
     def room():
@@ -302,8 +312,8 @@ def test_what_is_placed_on_the_device_fits_beside_a_step(dit, monkeypatch, free)
     monkeypatch.setattr(Pipeline, "_free_bytes", lambda self: room())
     pipeline = Pipeline(None, device=AWAY, store=store)
     prefix, _ = through(store, dit, on_device, place=pipeline.placement(working).place)
-    assert prefix.units == head
-    assert {unit.at for unit in head} == {CPU} or room() >= working
+    assert prefix.kv_blocks == head
+    assert {kv_block.at for kv_block in head} == {CPU} or room() >= working
 
 
 # --- what is said of it --------------------------------------------------------------------------------------------

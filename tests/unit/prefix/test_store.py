@@ -25,28 +25,28 @@ def why(store, chain, identity=MODEL):
 
 
 def test_the_longest_head_is_found_and_nothing_behind_a_gap():
-    store, units = filled("abc")
-    assert store.head(MODEL, heads("abcd")) == [units["a"], units["ab"], units["abc"]]
-    assert store.head(MODEL, heads("abx")) == [units["a"], units["ab"]]
-    assert store.head(MODEL, ["?", "ab"]) == store.head(MODEL, []) == []
+    store, kv_blocks = filled("abc")
+    assert store.longest_match(MODEL, heads("abcd")) == [kv_blocks["a"], kv_blocks["ab"], kv_blocks["abc"]]
+    assert store.longest_match(MODEL, heads("abx")) == [kv_blocks["a"], kv_blocks["ab"]]
+    assert store.longest_match(MODEL, ["?", "ab"]) == store.longest_match(MODEL, []) == []
     assert len(store) == 3
 
 
 @pytest.mark.parametrize("field", ["weights", "dtype", "codec", "patches", "device"])
 def test_another_model_shares_nothing(field):
-    store, units = filled("ab")
+    store, kv_blocks = filled("ab")
     other = replace(MODEL, **{field: "another"})
-    assert store.head(other, heads("ab")) == []
+    assert store.longest_match(other, heads("ab")) == []
     assert store.holds(other, heads("ab")) == 0
     add(store, {}, "ab", other)
-    assert store.head(MODEL, heads("ab")) == [units["a"], units["ab"]]
-    assert store.head(other, heads("ab"))[0] is not units["a"]
+    assert store.longest_match(MODEL, heads("ab")) == [kv_blocks["a"], kv_blocks["ab"]]
+    assert store.longest_match(other, heads("ab"))[0] is not kv_blocks["a"]
     assert len(store) == 4
 
 
 def test_holding_can_be_asked_of_one_device():
-    store, units = filled("abc")
-    units["ab"].at = AWAY
+    store, kv_blocks = filled("abc")
+    kv_blocks["ab"].at = AWAY
     assert store.holds(MODEL, heads("abc")) == 3
     assert store.holds(MODEL, heads("abc"), CPU) == 1
     assert store.holds(MODEL, heads("abc"), AWAY) == 0
@@ -55,9 +55,9 @@ def test_holding_can_be_asked_of_one_device():
 
 def test_a_unit_that_is_there_is_kept():
     """Two threads may compute the same prefix: the bytes count once, and who has found the first keeps finding it."""
-    store, units = filled("a")
+    store, kv_blocks = filled("a")
     store.add(MODEL, ["a"], [Placed(10)])
-    assert store.head(MODEL, ["a"]) == [units["a"]]
+    assert store.longest_match(MODEL, ["a"]) == [kv_blocks["a"]]
     assert store.nbytes() == 10 * BYTES
 
 
@@ -67,7 +67,7 @@ def test_a_chain_is_served_only_as_it_was_made():
     store, mine, yours = Store(10**6), {}, {}
     add(store, mine, "ab")
     add(store, yours, "ac")
-    found = store.head(MODEL, heads("ac"))
+    found = store.longest_match(MODEL, heads("ac"))
     assert found in ([yours["a"], yours["ac"]], [mine["a"]])
 
 
@@ -89,42 +89,42 @@ def test_the_tail_goes_before_the_head():
 
 
 def test_the_least_recently_used_chain_goes_first():
-    store, units = filled("ab", "cd", "ef", budget=60 * BYTES)
-    store.head(MODEL, heads("ab"))
-    add(store, units, "gh")
+    store, kv_blocks = filled("ab", "cd", "ef", budget=60 * BYTES)
+    store.longest_match(MODEL, heads("ab"))
+    add(store, kv_blocks, "gh")
     assert kept(store, "ab", "cd", "ef", "gh") == [2, 0, 2, 2]
-    add(store, units, "ef")  # adding what is there is a use
-    add(store, units, "i")
+    add(store, kv_blocks, "ef")  # adding what is there is a use
+    add(store, kv_blocks, "i")
     assert kept(store, "ab", "ef", "gh", "i") == [1, 2, 2, 1]
 
 
 def test_asking_is_no_use():
-    store, units = filled("a", "b", budget=20 * BYTES)
+    store, kv_blocks = filled("a", "b", budget=20 * BYTES)
     assert kept(store, "a") == [1] and why(store, "ax")
-    add(store, units, "c")
+    add(store, kv_blocks, "c")
     assert kept(store, "a", "b", "c") == [0, 1, 1]
 
 
 def test_a_found_head_is_a_use_of_what_was_found():
-    store, units = filled("ab", "cd", budget=40 * BYTES)
-    assert len(store.head(MODEL, heads("ax"))) == 1
-    add(store, units, "e")
+    store, kv_blocks = filled("ab", "cd", budget=40 * BYTES)
+    assert len(store.longest_match(MODEL, heads("ax"))) == 1
+    add(store, kv_blocks, "e")
     assert kept(store, "ab", "cd", "e") == [1, 2, 1]  # b had not been used since
 
 
 def test_a_shared_head_outlives_its_tails():
-    store, units = filled("ab", "ac", "ad", budget=40 * BYTES)
+    store, kv_blocks = filled("ab", "ac", "ad", budget=40 * BYTES)
     for i, chain in enumerate(["ae", "af", "ag"], 1):
-        add(store, units, chain)
+        add(store, kv_blocks, chain)
         assert kept(store, chain) == [2]
         assert len(store) == 4
         assert kept(store, *["ab", "ac", "ad"][:i]) == [1] * i
 
 
 def test_nothing_is_kept_that_cannot_be_found():
-    """Giving up a unit gives up all behind it, wherever they lie."""
-    store, units = filled("abcd", "axy")
-    units["abcd"].at = units["ab"].at = units["ax"].at = AWAY
+    """Giving up a KV block gives up all behind it, wherever they lie."""
+    store, kv_blocks = filled("abcd", "axy")
+    kv_blocks["abcd"].at = kv_blocks["ab"].at = kv_blocks["ax"].at = AWAY
     assert store.release(1, AWAY, "test") == 10 * BYTES  # d, the oldest
     assert kept(store, "abcd", "axy") == [3, 3]
     assert store.release(1, AWAY, "test") == 10 * BYTES  # b, and c on the CPU with it
@@ -135,34 +135,34 @@ def test_nothing_is_kept_that_cannot_be_found():
 
 
 def test_orphans_count_only_where_room_is_needed():
-    store, units = filled("abc")
-    units["a"].at = AWAY
+    store, kv_blocks = filled("abc")
+    kv_blocks["a"].at = AWAY
     assert store.release(1, AWAY, "test") == 10 * BYTES
     assert (len(store), store.nbytes()) == (0, 0)
     assert store.statistics.evicted == 3
 
 
 def test_a_chain_beyond_the_budget_leaves_its_head():
-    store, units = filled("xy", budget=25 * BYTES)
-    add(store, units, "abcd")
+    store, kv_blocks = filled("xy", budget=25 * BYTES)
+    add(store, kv_blocks, "abcd")
     assert kept(store, "xy", "abcd") == [0, 2]
-    assert units["abcd"].nbytes == 10 * BYTES  # who holds it still has it
+    assert kv_blocks["abcd"].nbytes == 10 * BYTES  # who holds it still has it
 
 
 def test_no_budget_keeps_nothing():
     store, _ = filled("abc", budget=0)
-    assert (len(store), store.nbytes(), store.head(MODEL, heads("abc"))) == (0, 0, [])
+    assert (len(store), store.nbytes(), store.longest_match(MODEL, heads("abc"))) == (0, 0, [])
 
 
 def test_a_lowered_budget_holds_from_the_next_chain_on():
-    store, units = filled("ab", "cd")
+    store, kv_blocks = filled("ab", "cd")
     store.budget = 20 * BYTES
-    add(store, units, "cd")
+    add(store, kv_blocks, "cd")
     assert kept(store, "ab", "cd") == [0, 2]
 
 
 def test_models_share_one_budget():
-    store, units = filled("ab", budget=30 * BYTES)
+    store, kv_blocks = filled("ab", budget=30 * BYTES)
     add(store, {}, "ab", OTHER)
     assert kept(store, "ab") + kept(store, "ab", identity=OTHER) == [1, 2]
 
@@ -171,10 +171,10 @@ def test_models_share_one_budget():
 
 
 def test_release_drops_the_oldest_of_a_device_until_enough():
-    store, units = filled("a", "b", "c", "d")
-    units["b"].at = CPU
+    store, kv_blocks = filled("a", "b", "c", "d")
+    kv_blocks["b"].at = CPU
     for name in "acd":
-        units[name].at = AWAY
+        kv_blocks[name].at = AWAY
     assert store.release(0, AWAY, "test") == 0
     assert store.release(10 * BYTES + 1, AWAY, "test") == 20 * BYTES
     assert kept(store, *"abcd") == [0, 1, 0, 1]
@@ -183,36 +183,36 @@ def test_release_drops_the_oldest_of_a_device_until_enough():
 
 
 def test_release_moves_the_oldest_of_a_device_until_enough():
-    store, units = filled("a", "b", "c", "d")
+    store, kv_blocks = filled("a", "b", "c", "d")
     for name in "acd":
-        units[name].at = AWAY
+        kv_blocks[name].at = AWAY
     assert store.release(10 * BYTES + 1, AWAY, "test", to=CPU) == 20 * BYTES
-    assert [units[name].moves for name in "abcd"] == [[CPU], [], [CPU], []]
+    assert [kv_blocks[name].moves for name in "abcd"] == [[CPU], [], [CPU], []]
     assert kept(store, *"abcd") == [1] * 4
     assert store.statistics.evicted == 0
     assert (store.nbytes(CPU), store.nbytes(AWAY)) == (30 * BYTES, 10 * BYTES)
 
 
 def test_release_moves_at_most_what_fits():
-    store, units = filled("a", "b")
+    store, kv_blocks = filled("a", "b")
     store.add(MODEL, ["big"], [big := Placed(100, AWAY)])
     store.add(MODEL, ["small"], [small := Placed(5, AWAY)])
     for name in "ab":
-        units[name].at = AWAY
+        kv_blocks[name].at = AWAY
     assert store.release(10**6, AWAY, "test", to=CPU, most=0) == 0
     assert store.release(10**6, AWAY, "test", to=CPU, most=25 * BYTES) == 25 * BYTES
-    assert [unit.at for unit in (units["a"], units["b"], big, small)] == [CPU, CPU, AWAY, CPU]
+    assert [kv_block.at for kv_block in (kv_blocks["a"], kv_blocks["b"], big, small)] == [CPU, CPU, AWAY, CPU]
     assert store.release(10**6, AWAY, "test", to=CPU, most=100 * BYTES) == 100 * BYTES
 
 
 @pytest.mark.parametrize("to", [CPU, None])
 def test_release_spares_what_is_about_to_be_used(to):
-    store, units = filled("ab", "cd", "ef")
-    for unit in units.values():
-        unit.at = AWAY
-    head = [units["ab"], units["a"]]
-    assert store.release(10**6, AWAY, "test", to=to, sparing=head) == 40 * BYTES
-    assert [unit.at for unit in head] == [AWAY] * 2 and kept(store, "ab") == [2]
+    store, kv_blocks = filled("ab", "cd", "ef")
+    for kv_block in kv_blocks.values():
+        kv_block.at = AWAY
+    head = [kv_blocks["ab"], kv_blocks["a"]]
+    assert store.release(10**6, AWAY, "test", to=to, exclude=head) == 40 * BYTES
+    assert [kv_block.at for kv_block in head] == [AWAY] * 2 and kept(store, "ab") == [2]
     assert store.nbytes(AWAY) == 20 * BYTES
 
 
@@ -229,7 +229,7 @@ def test_clear_leaves_nothing():
 
 def test_reasons():
     assert why(Store(100), "ab") == "nothing stored yet for this loaded model"
-    store, units = filled("abc", budget=60 * BYTES)
+    store, kv_blocks = filled("abc", budget=60 * BYTES)
     assert why(store, "abc") == why(store, "ab") == ""
     assert why(store, "abx") == "unit 2 is new"
     assert why(store, "axy") == "new from unit 1 on"
@@ -239,13 +239,13 @@ def test_reasons():
     assert why(store, "abc", replace(MODEL, dtype="2", device="2")) == "another dtype, another device"
     add(store, {}, "xyz", OTHER)
     assert why(store, "abc") == ""
-    assert why(store, "abx") == "unit 2 is new"  # of a model whose units are there, though not the latest
+    assert why(store, "abx") == "unit 2 is new"  # of a model whose KV blocks are there, though not the latest
     assert why(store, "abc", replace(OTHER, codec="int8")) == "another K/V codec"  # than the latest
-    add(store, units, "d")
+    add(store, kv_blocks, "d")
     assert why(store, "abc") == "unit 2 was stored, but the store's budget was full"
     store.release(10**6, None, "a game wanted the card")
     assert why(store, "ab") == "unit 0 was stored, but a game wanted the card"
-    add(store, units, "ab")
+    add(store, kv_blocks, "ab")
     assert why(store, "ab") == ""
 
 

@@ -19,7 +19,7 @@ class Plain:
     """What a store should hold, written without care for speed: the last use of each key."""
 
     def __init__(self, budget):
-        self.budget, self.used, self.units, self.clock = budget, {}, {}, 0
+        self.budget, self.used, self.kv_blocks, self.clock = budget, {}, {}, 0
 
     def touch(self, keys):
         for key in reversed(keys):
@@ -35,10 +35,10 @@ class Plain:
         self.touch(found)
         return found
 
-    def add(self, identity, chain, units):
+    def add(self, identity, chain, kv_blocks):
         keys = [(identity, key) for key in heads(chain)]
-        for key, unit in zip(keys, units, strict=True):
-            self.units[key] = unit
+        for key, kv_block in zip(keys, kv_blocks, strict=True):
+            self.kv_blocks[key] = kv_block
         self.touch(keys)
         self.drop(self.nbytes() - self.budget, None)
 
@@ -46,8 +46,8 @@ class Plain:
         return sum(self.counts(key, device) for key in self.used)
 
     def counts(self, key, device):
-        unit = self.units[key]
-        return unit.tokens * BYTES if device in (None, unit.at) else 0
+        kv_block = self.kv_blocks[key]
+        return kv_block.tokens * BYTES if device in (None, kv_block.at) else 0
 
     def drop(self, nbytes, device):
         freed = 0
@@ -73,14 +73,14 @@ def test_any_sequence_of_calls_gives_what_a_plain_model_gives(seed):
         action = rng.choice(["add"] * 4 + ["head", "head", "release", "move", "budget"])
         if action == "add":
             known = plain.head(identity, chain)
-            units = store.head(identity, heads(chain))
-            assert units == [plain.units[key] for key in known]
-            units += [Placed(rng.randint(1, 9), rng.choice([CPU, AWAY])) for _ in chain[len(units) :]]
-            store.add(identity, heads(chain), units)
-            plain.add(identity, chain, units)
+            kv_blocks = store.longest_match(identity, heads(chain))
+            assert kv_blocks == [plain.kv_blocks[key] for key in known]
+            kv_blocks += [Placed(rng.randint(1, 9), rng.choice([CPU, AWAY])) for _ in chain[len(kv_blocks) :]]
+            store.add(identity, heads(chain), kv_blocks)
+            plain.add(identity, chain, kv_blocks)
         elif action == "head":
             found = plain.head(identity, chain)
-            assert store.head(identity, heads(chain)) == [plain.units[key] for key in found]
+            assert store.longest_match(identity, heads(chain)) == [plain.kv_blocks[key] for key in found]
         elif action == "release":
             nbytes = rng.randint(0, 200)
             assert store.release(nbytes, device, "test") == plain.drop(nbytes, device)
@@ -90,15 +90,17 @@ def test_any_sequence_of_calls_gives_what_a_plain_model_gives(seed):
         else:
             store.budget = plain.budget = rng.randint(0, 90) * BYTES
             continue
-        assert {key: store._units[key] for key in store._units} == {key: plain.units[key] for key in plain.used}
-        assert sorted(plain.used, key=plain.used.get) == list(store._units)
+        assert {key: store._kv_blocks[key] for key in store._kv_blocks} == {
+            key: plain.kv_blocks[key] for key in plain.used
+        }
+        assert sorted(plain.used, key=plain.used.get) == list(store._kv_blocks)
         assert [store.nbytes(d) for d in (None, CPU, AWAY)] == [plain.nbytes(d) for d in (None, CPU, AWAY)]
-        assert store._parents.keys() == store._units.keys()
-        assert not store._gone.keys() & store._units.keys()
+        assert store._parents.keys() == store._kv_blocks.keys()
+        assert not store._gone.keys() & store._kv_blocks.keys()
 
 
 def test_many_threads_on_one_store():
-    """No exception, no unit of another key, no unit without its head, and never more than the budget."""
+    """No exception, no KV block of another key, no KV block without its head, and never more than the budget."""
     store, failures = Store(120 * BYTES), []
 
     def work(seed):
@@ -109,10 +111,10 @@ def test_many_threads_on_one_store():
                     rng.choice([MODEL, OTHER]),
                     "".join(rng.choice("ab") for _ in range(rng.randint(1, 4))),
                 )
-                found = store.head(identity, heads(chain))
-                assert [unit.name for unit in found] == heads(chain)[: len(found)]
-                units = found + [Placed(rng.randint(5, 15), name=key) for key in heads(chain)[len(found) :]]
-                store.add(identity, heads(chain), units)
+                found = store.longest_match(identity, heads(chain))
+                assert [kv_block.name for kv_block in found] == heads(chain)[: len(found)]
+                kv_blocks = found + [Placed(rng.randint(5, 15), name=key) for key in heads(chain)[len(found) :]]
+                store.add(identity, heads(chain), kv_blocks)
                 assert store.nbytes() <= store.budget
                 store.why_missing(identity, heads(chain), heads(chain))
                 if rng.random() < 0.3:
@@ -133,5 +135,5 @@ def test_many_threads_on_one_store():
         sys.setswitchinterval(interval)
     assert not failures
     assert store.statistics.hits == 6 * 150
-    assert all(parent is None or parent in store._units for parent in store._parents.values())
-    assert store._parents.keys() == store._units.keys()
+    assert all(parent is None or parent in store._kv_blocks for parent in store._parents.values())
+    assert store._parents.keys() == store._kv_blocks.keys()

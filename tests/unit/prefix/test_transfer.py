@@ -1,4 +1,4 @@
-"""Carrying K and V: the buffer in RAM and its pages, layers read one after another, units moved, and attention."""
+"""Carrying K and V: the buffer in RAM and its pages, layers read one after another, KV blocks moved, and attention."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from qwen21.ops.attention import prefixed_attention
-from qwen21.prefix import CODECS, Codec, LayerReader, Unit, transfer
+from qwen21.prefix import CODECS, Codec, KVBlock, LayerReader, transfer
 from qwen21.prefix.transfer import ALIGNMENT, HostBuffer, same_device
-from tests.support.fake_cuda import CUDA, FakeCuda, away, here
+from tests.support.fake_cuda import CUDA, FakeCuda, here, offloaded
 
 CPU = torch.device("cpu")
 H, D = 2, 16
@@ -30,31 +30,31 @@ def raw(tensor):
     return here(tensor).contiguous().view(torch.uint8)
 
 
-def unit_of(codec="native", tokens=9):
-    """A unit of three random layers, and what they decode to."""
-    codec, unit = CODECS[codec], Unit(tokens, CODECS[codec])
+def kv_block_of(codec="native", tokens=9):
+    """A KV block of three random layers, and what they decode to."""
+    codec, kv_block = CODECS[codec], KVBlock(tokens, CODECS[codec])
     for layer in range(3):
-        unit.append(normal(1, H, tokens, D, seed=2 * layer), normal(1, H, tokens, D, seed=2 * layer + 1), CPU, 3)
-    return unit, decoded(unit)
+        kv_block.append(normal(1, H, tokens, D, seed=2 * layer), normal(1, H, tokens, D, seed=2 * layer + 1), CPU, 3)
+    return kv_block, decoded(kv_block)
 
 
-def sent(unit):
-    """The same unit on the device."""
-    unit.layers = [tuple(tuple(away(part) for part in parts) for parts in layer) for layer in unit.layers]
-    return unit
+def sent(kv_block):
+    """The same KV block on the device."""
+    kv_block.layers = [tuple(tuple(offloaded(part) for part in parts) for parts in layer) for layer in kv_block.layers]
+    return kv_block
 
 
-def parts_of(unit):
-    return [part for layer in unit.layers for parts in layer for part in parts]
+def parts_of(kv_block):
+    return [part for layer in kv_block.layers for parts in layer for part in parts]
 
 
-def room(unit):
+def room(kv_block):
     """Bytes of its parts, each from an aligned address."""
-    return sum(HostBuffer.aligned(part.nbytes) for part in parts_of(unit))
+    return sum(HostBuffer.aligned(part.nbytes) for part in parts_of(kv_block))
 
 
-def decoded(unit):
-    return [unit.decode(layer, torch.float32) for layer in unit.layers]
+def decoded(kv_block):
+    return [kv_block.decode(layer, torch.float32) for layer in kv_block.layers]
 
 
 def equal(pairs, others):
@@ -97,7 +97,7 @@ def test_alignment(nbytes, expected):
 
 def test_a_buffer_of_nothing():
     buffer = HostBuffer(0, CPU)
-    buffer.settle()
+    buffer.synchronize()
     assert buffer.take(torch.empty(2, 0)).shape == (2, 0)
 
 
@@ -136,7 +136,7 @@ def test_pages_are_locked_once_and_unlocked_with_the_last_tensor(cuda):
     buffer = HostBuffer(1000, CUDA)
     address = buffer._data.data_ptr()
     assert cuda.registered == [(address, 1000)]
-    copy = buffer.take(away(normal(7)))
+    copy = buffer.take(offloaded(normal(7)))
     del buffer
     assert cuda.unregistered == []
     assert torch.equal(copy, normal(7))
@@ -148,8 +148,8 @@ def test_pages_are_locked_once_and_unlocked_with_the_last_tensor(cuda):
 def test_refused_pages_work_and_are_not_unlocked(monkeypatch):
     cuda = FakeCuda(monkeypatch, refuse=True)
     buffer = HostBuffer(1000, CUDA)
-    copy = buffer.take(away(normal(7)))
-    buffer.settle()
+    copy = buffer.take(offloaded(normal(7)))
+    buffer.synchronize()
     assert torch.equal(copy, normal(7))
     assert len(cuda.registered) == 1
     assert (cuda.streams, cuda.log) == (0, [])
@@ -158,81 +158,82 @@ def test_refused_pages_work_and_are_not_unlocked(monkeypatch):
 
 
 def test_nothing_is_locked_for_other_devices(cuda):
-    HostBuffer(1000, CPU).settle()
-    HostBuffer(1000, torch.device("meta")).settle()
+    HostBuffer(1000, CPU).synchronize()
+    HostBuffer(1000, torch.device("meta")).synchronize()
     assert (cuda.registered, cuda.unregistered, cuda.log) == ([], [], [])
 
 
 def test_copies_wait_for_what_they_copy_and_are_waited_for(cuda):
     buffer = HostBuffer(2000, CUDA)
-    buffer.take(away(normal(7)))
+    buffer.take(offloaded(normal(7)))
     copied = [("side 1", "waits for", "main"), ("side 1", "copies to", "cpu"), ("records", "side 1")]
     assert cuda.log == copied
-    buffer.take(away(normal(7)))
-    buffer.settle()
+    buffer.take(offloaded(normal(7)))
+    buffer.synchronize()
     assert cuda.log == [*copied, *copied, ("side 1", "settled")]
 
 
-# --- units ---------------------------------------------------------------------------------------------------------
+# --- KV blocks
+# ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_unit_moves_there_and_back(cuda, codec):
-    unit, expected = unit_of(codec)
-    before = [raw(part).clone() for part in parts_of(unit)]
+    kv_block, expected = kv_block_of(codec)
+    before = [raw(part).clone() for part in parts_of(kv_block)]
     nbytes = 3 * CODECS[codec].nbytes(9, H, D, torch.float32)
-    sent(unit)
+    sent(kv_block)
     for _ in range(2):
         for device in (CPU, CUDA):
-            unit.move(str(device))
-            assert {part.device.type for part in parts_of(unit)} == {unit.device.type} == {device.type}
-            assert unit.nbytes == nbytes
-            assert all(torch.equal(raw(a), b) for a, b in zip(parts_of(unit), before, strict=True))
-            assert equal(decoded(unit), expected)
+            kv_block.move(str(device))
+            assert {part.device.type for part in parts_of(kv_block)} == {kv_block.device.type} == {device.type}
+            assert kv_block.nbytes == nbytes
+            assert all(torch.equal(raw(a), b) for a, b in zip(parts_of(kv_block), before, strict=True))
+            assert equal(decoded(kv_block), expected)
             assert device == CUDA or cuda.log[-1][1:] == ("settled",)
-    assert sorted(cuda.unregistered) == sorted(address for address, _ in cuda.registered)  # none outlives its unit
+    assert sorted(cuda.unregistered) == sorted(address for address, _ in cuda.registered)  # none outlives its KV block
 
 
 def test_a_moved_unit_lies_in_one_buffer_of_its_size(cuda):
-    unit = sent(unit_of("int8")[0])
-    unit.move(CPU)
+    kv_block = sent(kv_block_of("int8")[0])
+    kv_block.move(CPU)
     ((address, nbytes),) = cuda.registered
-    assert nbytes == room(unit)
-    assert all(address <= part.data_ptr() < address + nbytes for part in parts_of(unit))
+    assert nbytes == room(kv_block)
+    assert all(address <= part.data_ptr() < address + nbytes for part in parts_of(kv_block))
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_unit_is_stored_away_layer_by_layer(cuda, monkeypatch, codec):
     """Packed where it was computed, carried on a stream of its own, waited for at the end alone."""
-    (_, expected), unit = unit_of(codec), Unit(9, CODECS[codec])
+    (_, expected), kv_block = kv_block_of(codec), KVBlock(9, CODECS[codec])
     plain = Codec.encode
-    on_device = lambda self, k, v: tuple(tuple(map(away, parts)) for parts in plain(self, here(k), here(v)))  # noqa: E731
+    on_device = lambda self, k, v: tuple(tuple(map(offloaded, parts)) for parts in plain(self, here(k), here(v)))  # noqa: E731
     monkeypatch.setattr(Codec, "encode", on_device)
     for layer in range(3):
-        k, v = (away(normal(1, H, 9, D, seed=2 * layer + side)) for side in (0, 1))
-        unit.append(k, v, CPU, 3)
-    assert {part.device for part in parts_of(unit)} == {CPU}
-    assert [nbytes for _, nbytes in cuda.registered] == [room(unit)]
+        k, v = (offloaded(normal(1, H, 9, D, seed=2 * layer + side)) for side in (0, 1))
+        kv_block.append(k, v, CPU, 3)
+    assert {part.device for part in parts_of(kv_block)} == {CPU}
+    assert [nbytes for _, nbytes in cuda.registered] == [room(kv_block)]
     assert ("side 1", "settled") not in cuda.log
-    unit.settle()
+    kv_block.synchronize()
     assert cuda.log[-1] == ("side 1", "settled")
-    assert equal(decoded(unit), expected)
+    assert equal(decoded(kv_block), expected)
 
 
 @pytest.mark.parametrize("there", [False, True])
 def test_a_unit_that_is_there_already_stays_as_it_is(cuda, there):
-    unit = sent(unit_of()[0]) if there else unit_of()[0]
-    parts = parts_of(unit)
-    unit.move("cuda" if there else "cpu")
-    assert all(a is b for a, b in zip(parts_of(unit), parts, strict=True))
+    kv_block = sent(kv_block_of()[0]) if there else kv_block_of()[0]
+    parts = parts_of(kv_block)
+    kv_block.move("cuda" if there else "cpu")
+    assert all(a is b for a, b in zip(parts_of(kv_block), parts, strict=True))
     assert (cuda.log, cuda.registered) == ([], [])
 
 
 def test_a_unit_without_layers_stays():
-    unit = Unit(3, CODECS["native"])
-    unit.move("cpu")
-    unit.settle()
-    assert unit.nbytes == 0 and unit.layers == []
+    kv_block = KVBlock(3, CODECS["native"])
+    kv_block.move("cpu")
+    kv_block.synchronize()
+    assert kv_block.nbytes == 0 and kv_block.layers == []
 
 
 # --- reading -------------------------------------------------------------------------------------------------------
@@ -240,14 +241,14 @@ def test_a_unit_without_layers_stays():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_layers_come_in_order_of_every_unit(dtype):
-    units, expected = zip(
-        *(unit_of(codec, tokens=n) for codec, n in (("native", 3), ("int8", 9), ("fp8", 12))), strict=True
+    kv_blocks, expected = zip(
+        *(kv_block_of(codec, tokens=n) for codec, n in (("native", 3), ("int8", 9), ("fp8", 12))), strict=True
     )
-    reader = LayerReader(units, CPU, dtype)
+    reader = LayerReader(kv_blocks, CPU, dtype)
     for layer in range(3):
         got = reader(layer)
         assert [k.dtype for k, _ in got] == [dtype] * 3
-        assert equal(got, [tuple(x.to(dtype) for x in unit[layer]) for unit in expected])
+        assert equal(got, [tuple(x.to(dtype) for x in kv_block[layer]) for kv_block in expected])
 
 
 def test_no_units_no_layers():
@@ -255,8 +256,8 @@ def test_no_units_no_layers():
 
 
 def test_the_next_layer_is_on_its_way_while_one_is_worked_on(cuda):
-    unit, expected = unit_of()  # in RAM, beside the device
-    reader = LayerReader([unit], CUDA, torch.float32)
+    kv_block, expected = kv_block_of()  # in RAM, beside the device
+    reader = LayerReader([kv_block], CUDA, torch.float32)
     fetch = [("side 1", "copies to", "cuda")] * 2
     arrived = [("main", "waits for", "side 1"), ("records", "main"), ("records", "main")]
     assert cuda.log == fetch
@@ -285,19 +286,19 @@ def test_devices_by_either_name(a, b, same):
 
 
 def test_units_on_the_device_are_read_where_they_lie(cuda):
-    unit = sent(unit_of()[0])
-    reader = LayerReader([unit], CUDA, torch.float32)
+    kv_block = sent(kv_block_of()[0])
+    reader = LayerReader([kv_block], CUDA, torch.float32)
     for layer in range(3):
-        assert [x.data_ptr() for x in reader(layer)[0]] == [parts[0].data_ptr() for parts in unit.layers[layer]]
+        assert [x.data_ptr() for x in reader(layer)[0]] == [parts[0].data_ptr() for parts in kv_block.layers[layer]]
     assert (cuda.streams, cuda.log) == (0, [])
 
 
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_a_reader_goes_on_while_its_units_move(cuda, after):
-    unit, expected = unit_of("int8")
-    reader = LayerReader([unit], CUDA, torch.float32)
+    kv_block, expected = kv_block_of("int8")
+    reader = LayerReader([kv_block], CUDA, torch.float32)
     got = [reader(layer)[0] for layer in range(after)]
-    unit.move(CUDA)
+    kv_block.move(CUDA)
     got += [reader(layer)[0] for layer in range(after, 3)]
     assert equal(got, expected)
 

@@ -16,7 +16,7 @@ from qwen21.errors import UserError
 from qwen21.guidance_branch import Branch
 from qwen21.models.dit import DiT
 from qwen21.pipeline import Pipeline
-from qwen21.prefix import Joined
+from qwen21.prefix import ContiguousKV
 from qwen21.sampling import cuda_graph
 from qwen21.sampling.cuda_graph import FEWEST_STEPS, StepGraph, StepGraphs
 from tests.support import tiny
@@ -45,8 +45,8 @@ def step(gpu):
     """A transformer's step behind a joined prefix of text and a reference, for two latents of 4x6."""
     dit = tiny.randomise(DiT(CONFIG), seed=4).requires_grad_(False).to(CUDA)
     prefix = dit.prefill(drawn(1, 12, CONFIG.text_width), [drawn(2, 64, 4, 4)], [3])
-    joined = Joined(prefix, 24, CONFIG.layers, CUDA, torch.float32)
-    return partial(dit.denoise, prefix=prefix, joined=joined)
+    contiguous = ContiguousKV(prefix, 24, CONFIG.layers, CUDA, torch.float32)
+    return partial(dit.denoise, prefix=prefix, contiguous=contiguous)
 
 
 def latent(seed):
@@ -237,7 +237,9 @@ def test_a_graph_that_cannot_help_is_told(generate, replays, takes, arguments, w
 
 
 def test_sage_is_not_recorded():
-    assert cuda_graph.without_effect(True, 40, True, "sage") and not cuda_graph.without_effect(True, 40, True, "auto")
+    assert cuda_graph.ineffective_flags(True, 40, True, "sage") and not cuda_graph.ineffective_flags(
+        True, 40, True, "auto"
+    )
 
 
 def test_a_run_that_replayed_nothing_says_why(generate, replays, takes, monkeypatch):
@@ -246,7 +248,7 @@ def test_a_run_that_replayed_nothing_says_why(generate, replays, takes, monkeypa
         _, (line,) = generate("--cuda-graph", *LATER)
     assert line.endswith("--cuda-graph: no step was replayed, for launches do not hold the GPU up at this size")
     takes(0.9)
-    monkeypatch.setattr(Branch, "_join", lambda *_: None)
+    monkeypatch.setattr(Branch, "_lay_out", lambda *_: None)
     with ram_gpu():
         _, (line,) = generate("--cuda-graph", *LATER)
     assert line.endswith("replayed, for no memory is free to lay the prefix out for all steps") and not replays()
