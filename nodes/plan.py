@@ -79,13 +79,13 @@ class Qwen21MemoryPlan(io.ComfyNode):
         cls, transformer, encoder, vae, width, height, references=0, resolution=1024, batch=1, guided=False,
         kv_storage="auto", free_gib=0.0, dtype="default",
     ):  # fmt: skip
+        from ..qwen21.checkpoint.fp8_policy import Fp8
         from ..qwen21.checkpoint.load import find_dit, find_encoder, find_vae
         from ..qwen21.inputs.images import to_pixels
         from ..qwen21.inputs.prompt import canvas_size, reference_size
         from ..qwen21.memory.estimate import available_ram
         from ..qwen21.memory.plan import MemoryJob, plan_memory
         from ..qwen21.memory.show import draw, plan_report
-        from ..qwen21.ops.quantized import Fp8
         from ..qwen21.system_memory import GIB
 
         check_choices(kv_storage=(kv_storage, KV_STORAGES), dtype=(dtype, host.DTYPE_NAMES))

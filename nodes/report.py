@@ -1,7 +1,8 @@
 """The sampler's report: what ran, what a rerun has to pin, and the same in a few lines for the node."""
 
+from ..qwen21.checkpoint.load import trained_sizes
 from ..qwen21.manifest import library_versions
-from ..qwen21.mini import size_warning
+from ..qwen21.request import size_warning
 from ..qwen21.sampling.schedule import turbo_warnings
 from .bridge.lora import attached, turbo_loras
 from .bridge.model import is_reshaped
@@ -43,7 +44,7 @@ def warnings_of(model, positive, negative, schedule, size, cfg=1.0, unguided=Non
     found += schedule.warnings
     found += turbo_warnings(schedule.kind, schedule.steps, cfg, turbo_loras(model))
     part = getattr(model.model, "part", None)
-    if part and (warning := size_warning(part.checkpoint.path, tuple(size))):
+    if part and (warning := size_warning(trained_sizes(part), tuple(size))):
         found.append(warning)
     if unguided:
         found.append(unguided)

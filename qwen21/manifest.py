@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import torch
 from PIL import Image
 
 from . import __version__
+from .checkpoint.component import Component
+from .checkpoint.fp8_policy import Fp8
+from .checkpoint.load import ModelFiles
 from .lora.apply import lora_facts
+from .lora.read import Lora
+from .prefix import PrefixFacts
+from .request import ResolvedRequest
 from .sequence import ImageSegment
-
-if TYPE_CHECKING:
-    from .checkpoint.load import Component
-    from .guidance_branch import PrefixFacts
-    from .models.text_encoder import TextStates
-    from .pipeline import Pipeline
-    from .request import ResolvedRequest
 
 LIBRARIES = ("torch", "transformers", "safetensors", "pillow", "numpy")
 
@@ -33,16 +35,30 @@ def library_versions() -> dict[str, str]:
     return versions
 
 
+@dataclass(frozen=True)
+class RunFacts:
+    """What a manifest says of the networks and of how they ran, beside the request and its prefixes."""
+
+    files: ModelFiles
+    dtype: torch.dtype
+    device: torch.device
+    fp8: Fp8 | None
+    attention: str
+    kernels: str
+    loras: Sequence[tuple[Lora, float]]
+    warnings: Sequence[str]
+
+
 def build_manifest(
-    pipeline: Pipeline, resolved: ResolvedRequest, text: TextStates, prefixes: list[PrefixFacts]
+    run: RunFacts, resolved: ResolvedRequest, slots: Sequence[int], prefixes: Sequence[PrefixFacts]
 ) -> dict[str, Any]:
-    """The manifest of a finished run; `text` and the first of `prefixes` are of its first prompt."""
+    """The manifest of a finished run; `slots` are the image slots of its first prompt, whose prefix comes first."""
     request = resolved.request
     return {
         "model": {
-            "dit": _component(pipeline.files.dit),
-            "encoder": _component(pipeline.files.encoder),
-            "vae": _component(pipeline.files.vae),
+            "dit": _component(run.files.dit),
+            "encoder": _component(run.files.encoder),
+            "vae": _component(run.files.vae),
         },
         "prompt": request.prompts if isinstance(request.prompts, str) else list(request.prompts),
         "negative": request.negative if resolved.guided else None,
@@ -60,12 +76,12 @@ def build_manifest(
         "resolution": request.resolution,
         "init_image": _digest(request.init_image),
         "mask": _digest(request.mask),
-        "references": _references(resolved, text, prefixes[0]),
-        "dtype": str(pipeline.dtype).removeprefix("torch."),
-        "fp8": pipeline.fp8 and {"keep": list(pipeline.fp8.keep)},
-        "device": pipeline.device.type,
-        "attention": pipeline.attention_name,
-        "kernels": pipeline.kernels.name,
+        "references": _references(resolved, slots, prefixes[0]),
+        "dtype": str(run.dtype).removeprefix("torch."),
+        "fp8": run.fp8 and {"keep": list(run.fp8.keep)},
+        "device": run.device.type,
+        "attention": run.attention,
+        "kernels": run.kernels,
         "prefix": {
             "cache": request.prefix_cache,
             "codec": ", ".join(dict.fromkeys(prefix.reuse.codec for prefix in prefixes)),
@@ -73,9 +89,9 @@ def build_manifest(
             "bytes": sum({key: n for prefix in prefixes for key, n in prefix.kv_blocks.items()}.values()),
             "reuse": [prefix.reuse.facts for prefix in prefixes],
         },
-        "loras": [lora_facts(lora, strength) for lora, strength in pipeline.loras],
+        "loras": [lora_facts(lora, strength) for lora, strength in run.loras],
         "versions": library_versions(),
-        "warnings": pipeline.warnings(resolved),
+        "warnings": list(run.warnings),
     }
 
 
@@ -92,7 +108,7 @@ def _noise(resolved: ResolvedRequest) -> dict[str, Any]:
     return {"mode": resolved.request.edit_noise, "seed": resolved.noise_seed}
 
 
-def _references(resolved: ResolvedRequest, text: TextStates, prefix: PrefixFacts) -> list[dict[str, Any]]:
+def _references(resolved: ResolvedRequest, slots: Sequence[int], prefix: PrefixFacts) -> list[dict[str, Any]]:
     segments = [s for s in prefix.layout.segments if isinstance(s, ImageSegment)]
     return [
         {
@@ -102,7 +118,7 @@ def _references(resolved: ResolvedRequest, text: TextStates, prefix: PrefixFacts
             "slot": slot,
             "pixels": reference.digest[:16],
         }
-        for reference, segment, slot in zip(resolved.references, segments, text.image_slots, strict=True)
+        for reference, segment, slot in zip(resolved.references, segments, slots, strict=True)
     ]
 
 

@@ -19,20 +19,19 @@ from torch import Tensor
 from .checkpoint import load
 from .encode_cache import EncodedPrompt, EncodedReference, LRUCache, ReferenceContexts
 from .errors import UserError
-from .guidance_branch import Branch, PrefixFacts
+from .guidance_branch import GuidanceBranch
 from .inputs import images
 from .inputs.prompt import layout_tokens
 from .lora.apply import apply_loras
 from .lora.read import Lora
-from .manifest import build_manifest
+from .manifest import RunFacts, build_manifest
 from .memory import estimate
 from .models import vae_tiling
-from .models.dit import DiT
+from .models.dit import DiT, fuse
 from .ops.attention import AttentionFunction
 from .ops.attention_backends import Shape, choose_attention
-from .ops.fused_linear import fuse
 from .ops.pointwise import EAGER, CompiledKernels, Kernels
-from .prefix import KVBlock, ModelIdentity, Placement, Store, text_origin
+from .prefix import KVBlock, ModelIdentity, Placement, PrefixFacts, PrefixService, RunLocal, Store, text_origin
 from .prefix.placement import RAM, ineffective_flags
 from .request import Request, ResolvedRequest, resolve_request
 from .sampling import cuda_graph as graph
@@ -40,8 +39,8 @@ from .sampling.euler import Start, draw_noise, sample
 from .sampling.schedule import turbo_warnings
 
 if TYPE_CHECKING:
+    from .checkpoint.fp8_policy import Fp8
     from .inputs.prompt import Reference
-    from .ops.quantized import Fp8
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,21 @@ class Pipeline:
         self._release("dit")
         pictures = self._decode(latent, watch)
         self._release("vae")
-        return Result(pictures, latent, build_manifest(self, resolved, prompts[0].text, prefixes), prefixes)
+        manifest = build_manifest(self._run_facts(resolved), resolved, prompts[0].text.image_slots, prefixes)
+        return Result(pictures, latent, manifest, prefixes)
+
+    def _run_facts(self, resolved: ResolvedRequest) -> RunFacts:
+        warnings = self.warnings(resolved)
+        return RunFacts(
+            self.files,
+            self.dtype,
+            self.device,
+            self.fp8,
+            self.attention_name,
+            self.kernels.name,
+            self.loras,
+            warnings,
+        )
 
     def _encode_prompts(
         self, resolved: ResolvedRequest, watch: Watch
@@ -212,11 +225,23 @@ class Pipeline:
         watch.on_stage("prefilling")
         graphs = graph.StepGraphs() if self.cuda_graph and not self._ineffective_cuda_graph(resolved) else None
 
-        def branch(sides: list[EncodedPrompt]) -> Branch:
-            return Branch(dit, sides, references, self, resolved, watch.check_cancel, graphs)
+        def service(working: int) -> PrefixService:
+            return PrefixService(dit, self.placement(working), self.codec, partial(self._prefix_identity, resolved))
 
-        guided = branch(prompts)
-        unguided = None if negative is None else branch([negative] * len(prompts))
+        branch = partial(
+            GuidanceBranch,
+            dit,
+            references=references,
+            resolved=resolved,
+            service=service,
+            dtype=self.dtype,
+            device=self.device,
+            fused=self.fuses,
+            check_cancel=watch.check_cancel,
+            graphs=graphs,
+        )
+        guided = branch(prompts=prompts)
+        unguided = None if negative is None else branch(prompts=[negative] * len(prompts))
         facts = guided.facts() + (unguided.facts() if unguided else [])
         noise = draw_noise((len(prompts), self.files.dit.config.in_channels, *resolved.grid), resolved.noise_seed)
         watch.on_stage("denoising")
@@ -309,6 +334,12 @@ class Pipeline:
             return []
         gpu = self.device.type == "cuda"
         return graph.ineffective_flags(gpu, resolved.schedule.steps, resolved.request.prefix_cache, self.attention)
+
+    def _prefix_identity(self, resolved: ResolvedRequest, codec: str) -> ModelIdentity | RunLocal:
+        """Under which identity other runs may reuse this run's prefixes."""
+        if not resolved.request.prefix_cache:
+            return RunLocal("off", "the prefix cache is off")
+        return self.identity(codec)
 
     def identity(self, codec: str) -> ModelIdentity:
         """What the K and V of this pipeline's prefixes depend on besides their inputs."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from PIL import Image
@@ -19,7 +20,6 @@ from .inputs.prompt import (
     prepare_references,
     reference_size,
 )
-from .mini import size_warning
 from .sampling.euler import GuidanceRange, guidance, guides, noise_seed
 from .sampling.schedule import Schedule, custom_sigmas, make_schedule, turbo_warnings
 
@@ -105,7 +105,7 @@ def decide(request: Request, files: ModelFiles) -> ResolvedRequest:
     warnings += schedule.warnings
     resized = [reference_size(*picture.size, request.resolution) for picture in request.references]
     warnings += placeholder_warnings(request.prompt_list, len(resized))
-    if warning := size_warning(files.dit.checkpoint.path, size, resized):
+    if warning := size_warning(files.trained_sizes, size, resized):
         warnings.append(warning)
     cfg = guidance(schedule.steps, request.cfg, request.cfg_ranges)
     if any(guides(value) for value in cfg) and request.negative is None:
@@ -116,6 +116,23 @@ def decide(request: Request, files: ModelFiles) -> ResolvedRequest:
         warnings += turbo_warnings(schedule.kind, schedule.steps, max([1.0, *filter(guides, cfg)]))
     seed = noise_seed(request.seed, len(resized), request.edit_noise)
     return ResolvedRequest(request, (), size, schedule, tuple(cfg), seed, tuple(warnings))
+
+
+def size_warning(trained: tuple[int, int] | None, size: Size, references: Sequence[Size] = ()) -> str | None:
+    """A line where a model that was trained on `trained` pixels a side (smallest, largest) is given another size, as
+    the output's (width, height) or as a reference's after resizing. None where nothing is known or all is well."""
+    if trained is None:
+        return None
+    smallest, largest = trained
+    named = [(size, "a picture"), *((reference, "a reference") for reference in references)]
+    for (width, height), what in named:
+        if not (smallest <= width <= largest and smallest <= height <= largest):
+            return (
+                f"this model was trained on pictures of {smallest} to {largest} pixels a side: {what} of "
+                f"{width}x{height} will look like nothing; choose size and resolution {smallest}, or load the released "
+                "model"
+            )
+    return None
 
 
 def _check_request(request: Request) -> None:

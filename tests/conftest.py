@@ -62,15 +62,13 @@ def fast_paths(request):
         yield
         return
     from qwen21.config.networks import DiTConfig
-    from qwen21.guidance_branch import Branch
-    from qwen21.models.dit import DiT
+    from qwen21.models.dit import DiT, fuse
     from qwen21.ops import attention_backends
     from qwen21.ops.attention import sdpa
-    from qwen21.ops.fused_linear import fuse
     from qwen21.ops.pointwise import EAGER, CompiledKernels
     from qwen21.ops.pointwise_kitchen import KitchenKernels
     from qwen21.pipeline import Pipeline
-    from qwen21.prefix import ContiguousKV
+    from qwen21.prefix import ContiguousKV, PrefixService
 
     kernels, load = {"compiled": CompiledKernels, "kitchen": KitchenKernels}[chosen](), Pipeline._network
     attend, choice = sdpa, attention_backends.choose_attention
@@ -88,9 +86,8 @@ def fast_paths(request):
     def choose(name, *a, **kw):
         return ("sdpa", attend) if name == "auto" else choice(name, *a, **kw)
 
-    def join(self, prefix, rows):
-        tokens, config = self.plan.grid[0] * self.plan.grid[1], self.dit.config
-        return ContiguousKV(prefix, tokens, config.layers, self.pipeline.device, self.pipeline.dtype)
+    def join(self, prefix, tokens, dtype):
+        return ContiguousKV(prefix, tokens, self.dit.config.layers, self.placement.device, dtype)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(DiT.__init__.__kwdefaults__, "kernels", kernels)
@@ -98,7 +95,7 @@ def fast_paths(request):
         patch.setattr("qwen21.pipeline.choose", choose)
         patch.setattr("qwen21.ops.pointwise_kitchen.uncompiled", lambda device: kernels)
         patch.setattr(Pipeline, "_network", network)
-        patch.setattr(Branch, "_lay_out", join)
+        patch.setattr(PrefixService, "lay_out", join)
         defaults = (kernels if default is EAGER else default for default in Pipeline.__init__.__defaults__)
         patch.setattr(Pipeline.__init__, "__defaults__", tuple(defaults))
         yield

@@ -15,8 +15,8 @@ from ...qwen21.choices import COMPONENT_FOLDERS
 from ...qwen21.errors import UserError
 
 if TYPE_CHECKING:
+    from ...qwen21.checkpoint.fp8_policy import Fp8
     from ...qwen21.checkpoint.load import Component
-    from ...qwen21.ops.quantized import Fp8
 
 FOLDERS = {"dit": "diffusion_models", "encoder": "text_encoders", "vae": "vae", "lora": "loras"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -58,8 +58,8 @@ def precision(part: Component, dtype: str, keep: str = "") -> tuple[torch.dtype,
 
     `keep` holds patterns of layers that fp8 leaves alone, between commas or spaces.
     """
+    from ...qwen21.checkpoint.fp8_policy import Fp8
     from ...qwen21.checkpoint.load import check_keep, own_dtype
-    from ...qwen21.ops.quantized import Fp8
 
     patterns = tuple(keep.replace(",", " ").split())
     if patterns and dtype != FP8:

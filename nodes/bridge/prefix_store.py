@@ -12,16 +12,7 @@ import torch
 from torch import Tensor
 
 from ...qwen21.memory.estimate import store_budget, working_bytes
-from ...qwen21.prefix import (
-    CODECS,
-    ModelIdentity,
-    Placement,
-    Prefix,
-    Reuse,
-    kv_block_bytes,
-    prefix_for_now,
-    prefix_through,
-)
+from ...qwen21.prefix import CODECS, ModelIdentity, Placement, Prefix, PrefixService, Reuse, RunLocal, kv_block_bytes
 from ...qwen21.system_memory import GIB
 from .host import free_bytes, free_ram
 from .patch_digest import PatchDigest, Unseen, require_visible
@@ -74,23 +65,23 @@ class PrefixStore:
         where its weights, patches and hooks are in force; `prefilling` goes to `DiT.prefill`."""
         settings = PrefixSettings(**options.get(OPTIONS, {}))
         dit, inputs = self._model.diffusion_model, condition.inputs(row, x)
-        working = working_bytes(
-            dit.config, x.shape[0], x.shape[-1] * x.shape[-2], inputs.layout.kv_block_tokens, x.dtype
-        )
+        tokens = inputs.layout.kv_block_tokens
+        working = working_bytes(dit.config, x.shape[0], x.shape[-1] * x.shape[-2], tokens, x.dtype)
         placement = self._placement(settings, working, x.device)
-        codec = inputs.codec(settings.storage, dit, *placement.room())
-        kind = "off"
-        reason = "the prefix cache is off" if condition.stable else "hooks may change weights between steps"
-        if settings.cache and condition.stable:
+        store = self.patcher.store
+        store.budget = int(settings.budget * GIB) or store_budget()
+
+        def identity(codec: str) -> ModelIdentity | RunLocal:
+            if not settings.cache:
+                return RunLocal("off", "the prefix cache is off")
+            if not condition.stable:
+                return RunLocal("off", "hooks may change weights between steps")
             try:
-                identity = self._identity(self._model.current_patcher, x, codec, options)
+                return self._identity(self._model.current_patcher, x, codec, options)
             except Unseen as unseen:
-                kind, reason = "miss", f"kept for this run only: {unseen}"
-            else:
-                store = self.patcher.store
-                store.budget = int(settings.budget * GIB) or store_budget()
-                return prefix_through(store, identity, dit, inputs, placement.place, **prefilling)
-        return prefix_for_now(dit, inputs, codec, placement.place, kind, reason, **prefilling)
+                return RunLocal("miss", f"kept for this run only: {unseen}")
+
+        return PrefixService(dit, placement, settings.storage, identity).get(inputs, **prefilling)
 
     def _placement(self, settings: PrefixSettings, working: int, device: torch.device) -> Placement:
         def free() -> int:

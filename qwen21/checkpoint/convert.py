@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..atomic_write import check_writable, write_together
 from ..errors import UserError
-from ..ops.quantized import Fp8
 from ..system_memory import GIB
+from .fp8_policy import Fp8
 from .load import HEADER_CONFIG, Component, check, check_keep, find_dit, find_encoder, module_of
 from .names import Source
 from .quant_formats import MARKER

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,8 +20,10 @@ from ..errors import UserError
 from ..models.dit import DiT
 from ..models.vae import VAE
 from ..ops import linear as layers
-from ..ops.quantized import Fp8, QuantLayers, is_block_layer, unmatched
-from .detect import SLOTS, Identity, expect, open_named
+from ..ops.quantized import QuantLayers
+from .component import Component
+from .detect import SLOTS, expect, open_named
+from .fp8_policy import Fp8, is_block_layer, unmatched
 from .names import Source
 from .places import Places
 from .quant_formats import DTYPES, FLOATS
@@ -30,19 +31,6 @@ from .safetensors_file import Checkpoint, errors_naming, is_file, is_folder, par
 from .weights import Weights, check_storage
 
 HEADER_CONFIG = "qwen21_config"  # a component's config.json within the header of a single file
-
-
-@dataclass(frozen=True)
-class Component:
-    """One network on disk: its files' headers, what they are, and its sizes. No weights."""
-
-    checkpoint: Checkpoint
-    identity: Identity
-    config: Any
-
-    def stamp(self) -> str:
-        """A name of its weights, as its files are now, and of its config. No others ever have it."""
-        return f"{self.checkpoint.stamp()} {hashlib.sha256(repr(asdict(self.config)).encode()).hexdigest()[:16]}"
 
 
 @dataclass(frozen=True)
@@ -69,6 +57,11 @@ class ModelFiles:
                 f"{dit.out_channels} out; {self.vae.checkpoint.path.name} and {self.dit.checkpoint.path.name} do not "
                 "belong together"
             )
+
+    @property
+    def trained_sizes(self) -> tuple[int, int] | None:
+        """See `trained_sizes`, of the transformer."""
+        return trained_sizes(self.dit)
 
     @property
     def parts(self) -> tuple[Component, Component, Component]:
@@ -146,6 +139,18 @@ def schedule_of(dit: Component) -> tuple[ScheduleConfig, bool]:
     if is_folder(dit.checkpoint.path) and probe(folder / "model_index.json"):
         return folder_schedule(folder)
     return ScheduleConfig(), dit.identity.turbo_hint
+
+
+def trained_sizes(part: Component) -> tuple[int, int] | None:
+    """Smallest and largest side in pixels of the pictures that a transformer was trained on, where the whole-model
+    folder around it says so (`trained_sizes` in its model_index.json)."""
+    index = part.checkpoint.path.parent / "model_index.json"
+    if not probe(index):
+        return None
+    sizes = read_json(index).get("trained_sizes")
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(side) is int for side in sizes):
+        return None
+    return sizes[0], sizes[1]
 
 
 def find_dit(path: Path | str) -> Component:

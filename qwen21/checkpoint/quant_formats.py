@@ -13,6 +13,7 @@ import torch
 
 from ..config.validate import printable, short
 from ..errors import UserError
+from ..ops.quantized import GROUPS
 from .names import DIT_PREFIXES
 from .safetensors_file import Checkpoint, TensorInfo
 
@@ -26,7 +27,6 @@ MARKER = ".comfy_quant"
 IGNORED = (".input_scale", ".scale_input", ".comfy_kitchen_int8")
 HEADER_MARKERS = "_quantization_metadata"
 MARKER_BYTES = 4096
-GROUPS = (4, 16, 64, 256, 1024, 4096)
 FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # what networks are loaded in
 

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from ..config.validate import short
 from ..errors import UserError
-from ..ops.quantized import E4M3, Fp8, QuantizedWeight, QuantLayers, dequantized, fp8_scales, hadamard, to_e4m3_range_
+from ..ops.quantized import E4M3, QuantizedWeight, QuantLayers, dequantized, fp8_scales, hadamard, to_e4m3_range_
+from .fp8_policy import Fp8
 from .names import Source
 from .quant_formats import FLOATS, WeightStorage
 from .safetensors_file import Reader
 
 if TYPE_CHECKING:
-    from .load import Component
+    from .component import Component
 
 CHUNK_BYTES = 2**24  # of fp32, while rows are quantized
 

@@ -14,7 +14,7 @@ from ..errors import UserError
 from ..system_memory import GIB
 
 if TYPE_CHECKING:
-    from ..ops.quantized import Fp8
+    from ..checkpoint.fp8_policy import Fp8
     from ..request import Request
     from ..sampling.euler import GuidanceRange
 
@@ -276,7 +276,7 @@ def pictures_of(a: argparse.Namespace) -> list[Path]:
 
 def fp8_of(a: argparse.Namespace) -> Fp8 | None:
     """FP8 storage as the flags --dtype and --keep ask for it."""
-    from ..ops.quantized import Fp8
+    from ..checkpoint.fp8_policy import Fp8
 
     if a.dtype == "fp8":
         return Fp8(tuple(a.keep))

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ..checkpoint.fp8_policy import Fp8
 from ..checkpoint.load import Component
 from ..checkpoint.quant_formats import FLOATS
 from ..checkpoint.safetensors_file import DTYPE_BYTES
 from ..config.networks import DiTConfig, EncoderConfig
 from ..models import dit
-from ..ops.quantized import Fp8
 from ..prefix import NATIVE, Codec, kv_block_bytes
 from ..prefix.codecs import KVPacking
 from ..sequence import PrefixLayout

@@ -10,11 +10,11 @@ from types import MappingProxyType
 
 import torch
 
+from ..checkpoint.fp8_policy import Fp8
 from ..checkpoint.load import Component, own_dtype
 from ..config.networks import LATENT_PIXELS
 from ..inputs.prompt import VISION_MERGE, Size, TokenLayout
 from ..models import vae_tiling
-from ..ops.quantized import Fp8
 from ..prefix import CODECS, FIDELITY, ContiguousKV
 from ..prefix.keys import kv_block_names
 from ..sequence import PrefixLayout, prefix_layout

@@ -1,6 +1,5 @@
 """The bundled miniature: a trained model of the released architecture for a toy world of coloured shapes."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from ..choices import COMPONENT_FOLDERS
@@ -16,18 +15,3 @@ def located(path: Path, slot: str | None = None) -> Path:
     if str(path) != NAME or path.exists():
         return path
     return WEIGHTS / COMPONENT_FOLDERS[slot] if slot else WEIGHTS
-
-
-def size_warning(transformer: Path, size: tuple[int, int], references: Sequence[tuple[int, int]] = ()) -> str | None:
-    """A line where the miniature is given another (width, height) than it knows, as output or as a reference's size
-    after resizing."""
-    if not transformer.is_relative_to(WEIGHTS):
-        return None
-    named = [(size, "a picture"), *((reference, "a reference") for reference in references)]
-    for (width, height), what in named:
-        if not (SMALLEST <= width <= LARGEST and SMALLEST <= height <= LARGEST):
-            return (
-                f"{NAME} knows pictures of {SMALLEST} to {LARGEST} pixels a side: {what} of {width}x{height} will look "
-                f"like nothing; choose size and resolution {SMALLEST}, or load the released model"
-            )
-    return None

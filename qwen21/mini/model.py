@@ -27,7 +27,7 @@ from ..config.networks import (
 )
 from ..inputs.prompt import IMAGE_PAD, SYSTEM_PROMPT, TEMPORAL_PATCH, VIDEO_PAD, VISION_END, VISION_MERGE, VISION_START
 from ..inputs.tokenizer import SPECIAL_TOKENS
-from . import world
+from . import LARGEST, SMALLEST, world
 
 VOCABULARY = 448  # bytes, the toy world's words, special tokens
 TEXT_WIDTH = 128
@@ -55,6 +55,7 @@ INDEX = {
     "text_encoder": ["transformers", "Qwen3VLForConditionalGeneration"],
     "transformer": ["diffusers", "QwenImage21Transformer2DModel"],
     "vae": ["diffusers", "AutoencoderKLQwenImage21"],
+    "trained_sizes": [SMALLEST, LARGEST],
 }
 TOKEN_IDS = {
     "image_token_id": IMAGE_PAD,

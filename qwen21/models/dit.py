@@ -19,6 +19,7 @@ from ..config.networks import DiTConfig
 from ..errors import UserError
 from ..ops import linear
 from ..ops.attention import AttentionFunction, prefixed_attention, sdpa, segment_attention
+from ..ops.fused_linear import fused
 from ..ops.pointwise import EAGER, Kernels
 from ..ops.rope import rotation
 from ..prefix import NATIVE, Codec, ContiguousKV, KVBlock, LayerReader, Prefix
@@ -137,7 +138,7 @@ class DiT(nn.Module):
             started = _seconds(text.device)
             x = torch.cat([self.embed(segment, text, references) for segment in segments], dim=1)  # [1, S, width]
             kv_block = KVBlock(x.shape[1], codec)
-            before = prefix.reader(x.device, x.dtype)
+            before = LayerReader(prefix.kv_blocks, x.device, x.dtype)
             self._prefill_kv_block(
                 kv_block, before, segments, x, modulation, storage, attend or self.attend, check_cancel
             )
@@ -163,7 +164,7 @@ class DiT(nn.Module):
         rope = self.rotation(segment, target.device)
         sigma = torch.as_tensor(sigma, dtype=torch.float32, device=target.device)
         embedding, modulation = self.modulate(sigma, target.dtype)
-        read = prefix.reader(target.device, target.dtype) if contiguous is None else None
+        read = LayerReader(prefix.kv_blocks, target.device, target.dtype) if contiguous is None else None
         x = self.img_in(target.flatten(2).transpose(1, 2))  # [B, N, width]
         for layer, block in enumerate(self.transformer_blocks):
             q, k, v = block.qkv(x, modulation, rope, self.kernels)
@@ -250,6 +251,25 @@ class DiT(nn.Module):
                     f"reference {i} has latent shape {list(reference.shape)}, expected "
                     f"[{self.config.in_channels}, height, width]; encode it with the Qwen-Image 2.1 VAE"
                 )
+
+
+def fuse(dit: DiT, fp8: bool | None = None) -> int:
+    """Fuse what can be in every block; returns how many products are fused now.
+
+    For weights that stay where they are: moved or cast afterwards, views and whole part. LoRAs must be in force before,
+    their layers are left alone. `fp8` says whether the device multiplies in FP8, by default what it says itself.
+    """
+    fused_layers = 0
+    for block in dit.transformer_blocks:
+        attention, mlp = block.attn, block.img_mlp
+        dtype = attention.norm_q.weight.dtype
+        attention.fused = fused([attention.to_q, attention.to_k, attention.to_v], dtype, fp8)
+        mlp.fused = fused([mlp.gate_layer, mlp.proj], dtype, fp8)
+        fused_layers += sum(part.fused is not None for part in (attention, mlp))
+        for part, layer in ((attention, attention.to_out[0]), (mlp, mlp.out)):
+            linear_product = fused([layer], dtype, fp8)
+            part.fused_out = linear_product if linear_product is not None and linear_product.fp8 else None
+    return fused_layers
 
 
 def _even_spans(tokens: int, limit: int) -> list[slice]:

@@ -8,7 +8,6 @@ before them, once for all layers that read it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +25,6 @@ from .quantized import (
     quantized_linear,
     scaled,
 )
-
-if TYPE_CHECKING:
-    from ..models.dit import DiT
 
 
 class FusedLinear:
@@ -65,25 +61,6 @@ class Fp8Linear(FusedLinear):
     def __call__(self, x: Fp8Rows) -> Tensor:
         linear_product = fp8_product(x, self.packed.data, self.scales)
         return linear(x.values(), scaled(self.packed, x.dtype)) if linear_product is None else linear_product
-
-
-def fuse(dit: DiT, fp8: bool | None = None) -> int:
-    """Fuse what can be in every block; returns how many products are fused now.
-
-    For weights that stay where they are: moved or cast afterwards, views and whole part. LoRAs must be in force before,
-    their layers are left alone. `fp8` says whether the device multiplies in FP8, by default what it says itself.
-    """
-    fused_layers = 0
-    for block in dit.transformer_blocks:
-        attention, mlp = block.attn, block.img_mlp
-        dtype = attention.norm_q.weight.dtype
-        attention.fused = fused([attention.to_q, attention.to_k, attention.to_v], dtype, fp8)
-        mlp.fused = fused([mlp.gate_layer, mlp.proj], dtype, fp8)
-        fused_layers += sum(part.fused is not None for part in (attention, mlp))
-        for part, layer in ((attention, attention.to_out[0]), (mlp, mlp.out)):
-            linear_product = fused([layer], dtype, fp8)
-            part.fused_out = linear_product if linear_product is not None and linear_product.fp8 else None
-    return fused_layers
 
 
 @torch.no_grad()

@@ -7,24 +7,19 @@ instead of one per weight, and a layer has more rows than a prompt has tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..checkpoint.quant_formats import GROUPS
 from .linear import linear
 
 E4M3 = torch.float8_e4m3fn
+GROUPS = (4, 16, 64, 256, 1024, 4096)  # sizes of a rotated group: powers of four
 E4M3_MAX = 448.0
 COPY_BYTES = 2**26  # of fp32, while activations are quantized
-# Linears of the blocks. What stands before, between and behind them (img_in, txt_in, modulation, proj_out,
-# time_text_embed, norm_out; embeddings, the vision tower) is small and sees every token: it keeps its precision.
-BLOCKS = ("transformer_blocks.", "language_model.layers.")
 
 
 @dataclass(frozen=True)
@@ -34,36 +29,6 @@ class QuantizedWeight:
     data: Tensor
     scale: Tensor | None = None
     group: int = 0
-
-
-@dataclass(frozen=True)
-class Fp8:
-    """FP8 made while loading: block linears become E4M3 with a scale per row, but for layers that `keep` matches.
-
-    A pattern is a piece of a layer's name between dots or underscores, with `*` and `?`: img_mlp, blocks.3.attn, to_?.
-    """
-
-    keep: tuple[str, ...] = ()
-
-    def takes(self, layer: str) -> bool:
-        """Whether the linear layer of this name becomes fp8."""
-        return is_block_layer(layer) and not any(matches(pattern, layer) for pattern in self.keep)
-
-
-def is_block_layer(layer: str) -> bool:
-    return layer.startswith(BLOCKS)
-
-
-def matches(pattern: str, layer: str) -> bool:
-    """Whether a `keep` pattern matches a piece of a layer's name. blocks.3 is in transformer_blocks.3, not in .30."""
-    starts = [0, *(i + 1 for i, character in enumerate(layer) if character in "._")]
-    stops = [*(i for i, character in enumerate(layer) if character == "."), len(layer)]
-    return any(fnmatchcase(layer[start:stop], pattern) for start in starts for stop in stops if start < stop)
-
-
-def unmatched(keep: Sequence[str], layers: Sequence[str]) -> list[str]:
-    """Patterns that match none of these layers: spelling mistakes."""
-    return [pattern for pattern in keep if not any(matches(pattern, layer) for layer in layers)]
 
 
 # --- numbers -------------------------------------------------------------------------------------------------------

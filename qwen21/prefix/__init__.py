@@ -5,9 +5,10 @@ from .contiguous import ContiguousKV
 from .keys import Origins, TextOrigin, content, kv_block_keys, text_origin
 from .kv import KVBlock, Prefix
 from .placement import Placement
-from .reuse import PrefixInputs, Reuse, prefix_for_now, prefix_through
+from .reader import LayerReader
+from .reuse import PrefixFacts, Reuse
+from .service import PrefixInputs, PrefixService, RunLocal, run_local_prefix, stored_prefix
 from .store import ModelIdentity, Store
-from .transfer import LayerReader
 
 __all__ = [
     "CODECS",
@@ -20,16 +21,19 @@ __all__ = [
     "Origins",
     "Placement",
     "Prefix",
+    "PrefixFacts",
     "PrefixInputs",
+    "PrefixService",
     "Reuse",
+    "RunLocal",
     "Store",
     "TextOrigin",
     "KVBlock",
     "codec_named",
     "content",
     "fitting_codec",
-    "prefix_for_now",
-    "prefix_through",
+    "run_local_prefix",
+    "stored_prefix",
     "text_origin",
     "kv_block_bytes",
     "kv_block_keys",

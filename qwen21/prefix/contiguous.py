@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..config.networks import DiTConfig
 from .kv import Prefix
+from .reader import LayerReader
 
 
 class ContiguousKV:
@@ -14,7 +15,7 @@ class ContiguousKV:
     the whole, and neither decodes nor copies the prefix again."""
 
     def __init__(self, prefix: Prefix, tokens: int, layers: int, device: torch.device, dtype: torch.dtype) -> None:
-        read = prefix.reader(device, dtype)
+        read = LayerReader(prefix.kv_blocks, device, dtype)
         self._layers: list[tuple[Tensor, Tensor]] = []
         for layer in range(layers):
             sides = zip(*read(layer), strict=True)

@@ -11,15 +11,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..inputs.prompt import TokenLayout
 from ..sequence import ImageSegment, PrefixLayout, TextSegment, prefix_layout
-
-if TYPE_CHECKING:
-    from ..models.text_encoder import TextStates
 
 Picture = tuple[int, int, str]  # first and last + 1 of its tokens among the encoder's, and a name of its pixels
 
@@ -99,8 +97,16 @@ def _segment(
     return "text", segment.length, origin.upto(stop) if origin else content(text[segment.first : stop])
 
 
-def text_origin(text: TextStates, encoder: str) -> TextOrigin:
-    """Where states came from, by the identity of the `encoder` (weights, dtype)."""
+class EncodedText(Protocol):
+    """What the text encoder gives: states [T, width], the layout of its input, and a digest of each reference."""
+
+    states: Tensor
+    layout: TokenLayout
+    digests: tuple[str, ...]
+
+
+def text_origin(text: EncodedText, encoder: str) -> TextOrigin:
+    """Where the states of `text` came from; `encoder` names the encoder's weights and dtype."""
     layout = text.layout
     pads = len(text.states) > len(layout.kept)
     kept = range(layout.drop, len(layout.ids)) if pads else layout.kept

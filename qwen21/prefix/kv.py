@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..sequence import PrefixLayout
 from .codecs import Codec, Parts
-from .transfer import HostBuffer, LayerReader, same_device
+from .host_memory import HostBuffer, same_device
 
 Device = torch.device | str
 
@@ -86,10 +86,6 @@ class Prefix:
     @property
     def nbytes(self) -> int:
         return sum(kv_block.nbytes for kv_block in self.kv_blocks)
-
-    def reader(self, device: torch.device, dtype: torch.dtype) -> LayerReader:
-        """Calls give one layer after another: k, v [1, H, n, D] of each KV block, on `device`."""
-        return LayerReader(self.kv_blocks, device, dtype)
 
 
 def _aligned_bytes(layer: tuple[Parts, Parts]) -> int:

@@ -1,27 +1,12 @@
-"""A prefix by way of the store: what is there is taken, the rest is prefilled and kept, and both are reported."""
+"""What a report says of a prefix: how much of it was reused, why not more, and how it is kept."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..sequence import PrefixLayout, prefix_layout
-from .codecs import CODECS, Codec, codec_named, fitting_codec, kv_block_bytes
-from .keys import kv_block_names
-from .kv import KVBlock, Prefix
-from .store import ModelIdentity, Store
-from .transfer import same_device
-
-if TYPE_CHECKING:
-    from ..models.dit import DiT
-
-# Bytes that the device does not hold yet, and stored KV blocks that the prefix begins with -> where the prefix is kept.
-Place = Callable[[int, Sequence[KVBlock]], torch.device]
+from ..sequence import PrefixLayout
+from .kv import Prefix
 
 
 @dataclass(frozen=True)
@@ -75,63 +60,14 @@ class Reuse:
 
 
 @dataclass(frozen=True)
-class PrefixInputs:
-    """What `DiT.prefill` takes, and a name for each KV block of it (`kv_block_keys`)."""
+class PrefixFacts:
+    """What a report says of one prefix, without keeping its tensors alive."""
 
-    text: Tensor
-    references: Sequence[Tensor]
-    slots: Sequence[int]
-    keys: tuple[str, ...]
+    layout: PrefixLayout
+    kv_blocks: dict[int, int]  # bytes of each KV block by its id: prefixes share some
+    reuse: Reuse
 
-    @cached_property
-    def layout(self) -> PrefixLayout:
-        return prefix_layout(len(self.text), self.slots, [tuple(r.shape[-2:]) for r in self.references])
-
-    def nbytes(self, dit: DiT, codec: Codec, stored: int = 0) -> int:
-        """Bytes of the prefix, but for its first `stored` KV blocks."""
-        return sum(kv_block_bytes(dit.config, n, self.text.dtype, codec) for n in self.layout.kv_block_tokens[stored:])
-
-    def codec(self, name: str, dit: DiT, device: int | None, ram: int) -> str:
-        """A codec's name as it is; for `auto` the one that fits, see `fitting_codec`."""
-        if name != "auto":
-            return name
-        return fitting_codec({each: self.nbytes(dit, codec) for each, codec in CODECS.items()}, device, ram)
-
-
-def prefix_through(
-    store: Store,
-    identity: ModelIdentity,
-    dit: DiT,
-    inputs: PrefixInputs,
-    place: Place,
-    **prefill: Any,
-) -> tuple[Prefix, Reuse]:
-    """The prefix of some inputs: its stored cached, and the rest prefilled and stored.
-
-    `place` says where to keep it; further keywords go to
-    `DiT.prefill`. Batches, both branches and later runs share what they have in common.
-    """
-    codec, device = codec_named(identity.codec), inputs.text.device
-    why = store.why_missing(identity, inputs.keys, kv_block_names(inputs.layout))
-    cached = store.cached(identity, inputs.keys)
-    absent = sum(kv_block.nbytes for kv_block in cached if not same_device(kv_block.device, device))
-    storage = place(absent + inputs.nbytes(dit, codec, len(cached)), cached)
-    for kv_block in cached:
-        kv_block.move(storage)
-    prefix = dit.prefill(
-        inputs.text, inputs.references, inputs.slots, cached=cached, codec=codec, storage=storage, **prefill
-    )
-    store.add(identity, inputs.keys, prefix.kv_blocks)
-    reuse = Reuse.of(prefix, len(cached), why)
-    store.count(reuse)
-    return prefix, reuse
-
-
-def prefix_for_now(
-    dit: DiT, inputs: PrefixInputs, codec: str, place: Place, kind: str, reason: str, **prefill: Any
-) -> tuple[Prefix, Reuse]:
-    """The prefix of some inputs, all prefilled and kept by nobody else: `kind` and `reason` say why."""
-    kept = codec_named(codec)
-    storage = place(inputs.nbytes(dit, kept), ())
-    prefix = dit.prefill(inputs.text, inputs.references, inputs.slots, codec=kept, storage=storage, **prefill)
-    return prefix, Reuse.of(prefix, 0, reason, kind)
+    @classmethod
+    def of(cls, prefix: Prefix, reuse: Reuse) -> PrefixFacts:
+        """The facts of `prefix` as it is now."""
+        return cls(prefix.layout, {id(kv_block): kv_block.nbytes for kv_block in prefix.kv_blocks}, reuse)

@@ -6,15 +6,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 import torch
 
+from .host_memory import same_device
 from .kv import KVBlock
-from .transfer import same_device
-
-if TYPE_CHECKING:
-    from .reuse import Reuse
+from .reuse import Reuse
 
 REMEMBERED = 1024  # KV blocks given up whose reason is still known
 

@@ -18,8 +18,7 @@ from functools import partial
 import torch
 
 from qwen21.config.networks import DiTConfig
-from qwen21.models.dit import DiT
-from qwen21.ops.fused_linear import fuse
+from qwen21.models.dit import DiT, fuse
 from qwen21.ops.pointwise import EAGER, CompiledKernels, Kernels
 from qwen21.prefix import ContiguousKV
 from qwen21.sampling.cuda_graph import LAUNCH_BOUND_RATIO, Step, StepGraph
@@ -61,7 +60,8 @@ def rows(config: DiTConfig, dtype: torch.dtype, pairs: int, kernels: tuple[Kerne
             same = all(torch.equal(recorded(target, sigma), step(target, sigma)) for sigma in (1.0, 0.5))
             row = compare("", partial(step, target, 0.5), partial(recorded, target, 0.5), pairs)
             yield (
-                f"| {side}x{side} | {dit.kernels.name} | {row.theirs_ms:.2f} | {share:.2f}{' *' * (share > LAUNCH_BOUND_RATIO)} | "
+                f"| {side}x{side} | {dit.kernels.name} | {row.theirs_ms:.2f} | "
+                f"{share:.2f}{' *' * (share > LAUNCH_BOUND_RATIO)} | "
                 f"{row.ours_ms:.2f} | {row.ratio:.2f} | {'yes' if same else 'no'} |"
             )
 

@@ -23,6 +23,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from qwen21.checkpoint.fp8_policy import Fp8
 from qwen21.checkpoint.load import ModelFiles, find_dit, find_folder
 from qwen21.cli.demo import request_of
 from qwen21.inputs.images import from_vae_pixels
@@ -31,7 +32,6 @@ from qwen21.mini.model import RESOLUTION
 from qwen21.mini.reader import Verdict, judge
 from qwen21.mini.world import EDITS, Task, draw, random_task
 from qwen21.models import vae_tiling
-from qwen21.ops.quantized import Fp8
 from qwen21.pipeline import Pipeline
 from qwen21.request import Request
 from tests.support.tiny_quant import LAYOUTS, pack, write

@@ -22,10 +22,9 @@ import torch
 from torch import Tensor
 
 from qwen21 import __version__
-from qwen21.models.dit import DiT
+from qwen21.models.dit import DiT, fuse
 from qwen21.models.flex_prefill import FlexPrefill
 from qwen21.ops.attention_backends import Shape, choose_attention
-from qwen21.ops.fused_linear import fuse
 from qwen21.ops.pointwise import EAGER, CompiledKernels
 from qwen21.ops.pointwise_kitchen import KitchenKernels
 from tests.support import tiny

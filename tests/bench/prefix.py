@@ -26,7 +26,7 @@ from itertools import count
 import torch
 from torch import Tensor
 
-from qwen21.prefix import CODECS, ModelIdentity, Prefix, PrefixInputs, Reuse, Store, kv_block_keys, prefix_through
+from qwen21.prefix import CODECS, ModelIdentity, Prefix, PrefixInputs, Reuse, Store, kv_block_keys, stored_prefix
 
 from .dit import SMALL, Inputs, Pair, add_size, our_edit, size_of, their_edit
 from .pairs import HEADER, Row, compare
@@ -48,7 +48,7 @@ class Session:
         case = self.case
         keys = kv_block_keys(text, case.references, case.slots)
         inputs = PrefixInputs(text, case.references, case.slots, keys)
-        return prefix_through(self.store, self.identity, self.dit, inputs, lambda needed, head: self.device)
+        return stored_prefix(self.store, self.identity, self.dit, inputs, lambda needed, head: self.device)
 
     def edit(self, text: Tensor, kind: str) -> Tensor:
         """An edit whose prefix was found as `kind` says."""

@@ -126,8 +126,8 @@ def table() -> None:
 def measure(what: str, source: Path, out: Path) -> dict[str, float]:
     """Peak of anonymous memory in this process, beside the bytes that stay and the largest tensor read."""
     from qwen21.checkpoint.convert import convert
+    from qwen21.checkpoint.fp8_policy import Fp8
     from qwen21.checkpoint.load import find_dit, load
-    from qwen21.ops.quantized import Fp8
 
     part = find_dit(source)
     largest = max(info.nbytes for info in part.checkpoint.tensors.values())

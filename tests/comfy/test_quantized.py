@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from qwen21.checkpoint.fp8_policy import Fp8
 from qwen21.checkpoint.load import find_encoder, load
 from qwen21.inputs.tokenizer import load_tokenizer
-from qwen21.ops.quantized import Fp8
 from tests.comfy.graphs import ksampler, loaders, node, sampler, show, text_to_image, two_references
 from tests.comfy.installation import ROOT
 from tests.comfy.models import DIT, DIT_INT8, ENCODER, ENCODER_INT8, FOLDER, quantize

@@ -20,7 +20,8 @@ from diffusers import (
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from qwen21.ops.quantized import QuantizedWeight, QuantLinear, is_block_layer, quantize_rows
+from qwen21.checkpoint.fp8_policy import is_block_layer
+from qwen21.ops.quantized import QuantizedWeight, QuantLinear, quantize_rows
 
 from .tiny_tokenizer import Processor, write_tokenizer
 

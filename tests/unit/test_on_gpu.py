@@ -5,9 +5,8 @@ import torch
 
 from qwen21.config.networks import DiTConfig
 from qwen21.memory import estimate
-from qwen21.models.dit import DiT
+from qwen21.models.dit import DiT, fuse
 from qwen21.ops import quantized
-from qwen21.ops.fused_linear import fuse
 from tests.support import tiny
 from tests.support.device_runs import EDIT, distance, make_folder, run_on
 from tests.support.needs_compiler import needs_compiler

@@ -11,11 +11,11 @@ from safetensors.torch import load_file, save_file
 
 from qwen21 import mini
 from qwen21.checkpoint.convert import convert
+from qwen21.checkpoint.fp8_policy import Fp8
 from qwen21.checkpoint.load import find_dit, find_encoder, find_files
 from qwen21.choices import COMPONENT_FOLDERS
 from qwen21.cli.main import main
 from qwen21.errors import UserError
-from qwen21.ops.quantized import Fp8
 from qwen21.pipeline import Pipeline, Request
 from tests.support import tiny
 

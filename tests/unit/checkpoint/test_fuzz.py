@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from qwen21.checkpoint.fp8_policy import Fp8
 from qwen21.checkpoint.load import check, find_dit, find_encoder, find_vae, load
 from qwen21.checkpoint.safetensors_file import DTYPE_BYTES
 from qwen21.cli.inspect import inspect_report
 from qwen21.errors import UserError
-from qwen21.ops.quantized import Fp8
 from tests.support import tiny
 from tests.support.corrupt_files import at_most
 from tests.support.tiny_quant import LAYOUTS, block_linear, pack, write

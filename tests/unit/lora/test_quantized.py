@@ -3,10 +3,11 @@
 import pytest
 import torch
 
+from qwen21.checkpoint.fp8_policy import Fp8
 from qwen21.checkpoint.load import find_dit, load
 from qwen21.lora.apply import apply_loras
 from qwen21.lora.read import read_lora
-from qwen21.ops.quantized import Fp8, QuantLinear
+from qwen21.ops.quantized import QuantLinear
 from tests.support import loras, tiny
 from tests.support.tiny_quant import LAYOUTS, block_linear, pack, write
 

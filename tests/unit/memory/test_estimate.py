@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 from qwen21 import system_memory
+from qwen21.checkpoint.fp8_policy import Fp8
 from qwen21.checkpoint.load import find_dit, find_encoder, find_folder, find_vae, load
 from qwen21.config.networks import DiTConfig, EncoderConfig, TextConfig, VisionConfig
 from qwen21.inputs.prompt import TokenLayout, vision_patches
@@ -15,7 +16,6 @@ from qwen21.memory import estimate
 from qwen21.models import dit as dit_module
 from qwen21.models.dit import DiT
 from qwen21.models.text_encoder import TextEncoder
-from qwen21.ops.quantized import Fp8
 from qwen21.prefix import CODECS, LayerReader
 from qwen21.sequence import prefix_layout
 from tests.support import tiny, tiny_quant

@@ -33,7 +33,7 @@ def test_bundle_is_small_and_complete(files):
 def test_sizes_it_does_not_know_are_warned_of(files):
     assert resolve_request(Request("x", size=(128, 96)), files).warnings == ()
     (warning,) = resolve_request(Request("x", size=(1024, 96)), files).warnings
-    assert "qwen21-mini knows pictures of 96 to 128 pixels a side: a picture of 1024x96" in warning
+    assert "this model was trained on pictures of 96 to 128 pixels a side: a picture of 1024x96" in warning
     picture = draw(Scene((), ("white",)))
     asked = Request("x", size=(96, 96), references=(picture,))
     (warning,) = resolve_request(asked, files).warnings

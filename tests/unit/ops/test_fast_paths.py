@@ -10,9 +10,8 @@ import torch
 from qwen21.checkpoint.load import find_folder
 from qwen21.config.networks import DiTConfig
 from qwen21.errors import UserError
-from qwen21.guidance_branch import Branch
 from qwen21.lora.apply import LoraHook
-from qwen21.models.dit import DiT
+from qwen21.models.dit import DiT, fuse
 from qwen21.models.flex_prefill import FlexPrefill
 from qwen21.ops import attention_backends, fused_linear
 from qwen21.ops.attention import prefixed_attention, sdpa
@@ -20,7 +19,7 @@ from qwen21.ops.attention_backends import Shape, choose_attention
 from qwen21.ops.pointwise import CompiledKernels
 from qwen21.ops.quantized import QuantizedWeight, QuantLinear, quantize_rows
 from qwen21.pipeline import Pipeline
-from qwen21.prefix import CODECS, ContiguousKV, Store
+from qwen21.prefix import CODECS, ContiguousKV, PrefixService, Store
 from qwen21.prefix.placement import Placement
 from qwen21.request import Request
 from tests.support import tiny
@@ -56,7 +55,7 @@ def storage(*tensors):
 def test_fused_products_are_those_of_the_layers():
     dit = new_dit()
     wanted, state = velocity(dit), {name: value.clone() for name, value in dit.state_dict().items()}
-    assert fused_linear.fuse(dit) == 2 * CONFIG.layers
+    assert fuse(dit) == 2 * CONFIG.layers
     assert (velocity(dit) - wanted).abs().max() < 1e-5
     assert dit.state_dict().keys() == state.keys()
     assert all(torch.equal(value, state[name]) for name, value in dit.state_dict().items())
@@ -72,7 +71,7 @@ def test_fp8_layers_fuse_with_their_scales(scale):
         if scale != "row":
             layer.weight_scale = layer.weight_scale.mean().view(1, 1) if scale == "tensor" else None
     wanted = velocity(dit)
-    assert fused_linear.fuse(dit) == 2 * CONFIG.layers
+    assert fuse(dit) == 2 * CONFIG.layers
     assert (velocity(dit) - wanted).abs().max() < 1e-5 * max(1, wanted.abs().max())
 
 
@@ -103,7 +102,7 @@ def test_fp8_products_take_what_the_kernels_quantized(kernels):
     for each in (wanted, dit):
         tiny.in_fp8(each)
     round_inputs(wanted)
-    assert fused_linear.fuse(dit, fp8=True) == 2 * CONFIG.layers and dit.multiplies_fp8
+    assert fuse(dit, fp8=True) == 2 * CONFIG.layers and dit.multiplies_fp8
     if kernels == "compiled":
         dit.kernels = CompiledKernels()
         dit.kernels.prepare(CONFIG, torch.bfloat16, CPU, fp8=True)
@@ -120,7 +119,7 @@ def relative(got, wanted):
 def test_without_an_fp8_product_the_rounded_values_are_multiplied(monkeypatch):
     dit = new_dit()
     tiny.in_fp8(dit)
-    assert fused_linear.fuse(dit, fp8=True) == 2 * CONFIG.layers
+    assert fuse(dit, fp8=True) == 2 * CONFIG.layers
     wanted = new_dit()
     tiny.in_fp8(wanted)
     round_inputs(wanted)
@@ -131,7 +130,7 @@ def test_without_an_fp8_product_the_rounded_values_are_multiplied(monkeypatch):
 def test_devices_without_fp8_products_keep_the_plain_ones():
     dit = new_dit()
     tiny.in_fp8(dit)
-    fused_linear.fuse(dit)
+    fuse(dit)
     assert not dit.multiplies_fp8 and dit.transformer_blocks[0].attn.fused_out is None
 
 
@@ -140,7 +139,7 @@ def test_layers_with_loras_or_of_unequal_kinds_are_left_alone():
     first, second = dit.transformer_blocks
     first.attn.to_k.register_forward_hook(LoraHook([]))
     second.img_mlp.proj = QuantLinear(QuantizedWeight(*quantize_rows(second.img_mlp.proj.weight)))
-    assert fused_linear.fuse(dit) == 2
+    assert fuse(dit) == 2
     assert first.attn.fused is None and second.img_mlp.fused is None
 
 
@@ -166,8 +165,8 @@ def test_a_prefix_is_joined_where_there_is_room(tmp_path, monkeypatch, free, joi
     request = Request("a cat", size=(64, 64), steps=2)
     wanted = pipeline.generate(request)
     made = []
-    join = Branch._lay_out
-    monkeypatch.setattr(Branch, "_lay_out", lambda self, *a: made.append(join(self, *a)) or made[-1])
+    join = PrefixService.lay_out
+    monkeypatch.setattr(PrefixService, "lay_out", lambda self, *a: made.append(join(self, *a)) or made[-1])
     placed = pipeline.placement(0)
     monkeypatch.setattr(
         Pipeline, "placement", lambda self, n: SimpleNamespace(spare=lambda: free, room=placed.room, place=placed.place)

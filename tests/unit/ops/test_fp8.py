@@ -7,10 +7,11 @@ import torch
 from comfy_kitchen.backends.eager import quantization as kitchen
 from safetensors.torch import load_file
 
+from qwen21.checkpoint.fp8_policy import Fp8
 from qwen21.checkpoint.load import find_dit, find_encoder, find_files, load
 from qwen21.cli.main import main
 from qwen21.ops import quantized
-from qwen21.ops.quantized import Fp8, QuantLinear
+from qwen21.ops.quantized import QuantLinear
 from qwen21.pipeline import Pipeline, Request
 from tests.support import tiny
 from tests.support.corrupt_files import refused

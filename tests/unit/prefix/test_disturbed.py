@@ -26,7 +26,7 @@ from qwen21.prefix import (
     PrefixInputs,
     Store,
     kv_block_keys,
-    prefix_through,
+    stored_prefix,
     text_origin,
 )
 from tests.support import tiny
@@ -171,7 +171,7 @@ def through(store, dit, states, slots, latents, facts, codec="native"):
     keys = kv_block_keys(states, latents, slots, Origins.from_facts(facts))
     inputs = PrefixInputs(states.float(), latents, slots, keys)
     with torch.inference_mode():
-        return prefix_through(store, ModelIdentity("weights", "fp32", codec), dit, inputs, lambda needed, head: CPU)
+        return stored_prefix(store, ModelIdentity("weights", "fp32", codec), dit, inputs, lambda needed, head: CPU)
 
 
 def same(prefix, other):

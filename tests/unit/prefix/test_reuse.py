@@ -22,7 +22,7 @@ from qwen21.prefix import (
     TextOrigin,
     content,
     kv_block_keys,
-    prefix_through,
+    stored_prefix,
 )
 from tests.support import tiny
 from tests.support.fake_cuda import Away
@@ -64,7 +64,7 @@ def inputs(prompt="abc", pictures="xy", origin=False):
 
 @torch.inference_mode()
 def through(store, dit, given, identity=MODEL, place=lambda needed, head: CPU, **kw):
-    return prefix_through(store, identity, dit, given, place, **kw)
+    return stored_prefix(store, identity, dit, given, place, **kw)
 
 
 @torch.inference_mode()

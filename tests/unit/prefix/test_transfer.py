@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from qwen21.ops.attention import prefixed_attention
-from qwen21.prefix import CODECS, Codec, KVBlock, LayerReader, transfer
-from qwen21.prefix.transfer import ALIGNMENT, HostBuffer, same_device
+from qwen21.prefix import CODECS, Codec, KVBlock, LayerReader, host_memory
+from qwen21.prefix.host_memory import ALIGNMENT, HostBuffer, same_device
 from tests.support.fake_cuda import CUDA, FakeCuda, here, offloaded
 
 CPU = torch.device("cpu")
@@ -110,11 +110,11 @@ def resident():
 def test_memory_goes_back_to_the_system_with_the_last_tensor(monkeypatch):
     made = []
 
-    class Pages(transfer._Pages):
+    class Pages(host_memory._Pages):
         def __init__(self, *args, **kw):
             made.append(weakref.ref(self))
 
-    monkeypatch.setattr(transfer, "_Pages", Pages)
+    monkeypatch.setattr(host_memory, "_Pages", Pages)
     size = 64 * 2**20
     source = torch.ones(size // 4, dtype=torch.float32)
     before = resident()

@@ -13,10 +13,9 @@ from safetensors.torch import load_file
 from qwen21.cli.main import main
 from qwen21.config.networks import DiTConfig
 from qwen21.errors import UserError
-from qwen21.guidance_branch import Branch
 from qwen21.models.dit import DiT
 from qwen21.pipeline import Pipeline
-from qwen21.prefix import ContiguousKV
+from qwen21.prefix import ContiguousKV, PrefixService
 from qwen21.sampling import cuda_graph
 from qwen21.sampling.cuda_graph import FEWEST_STEPS, StepGraph, StepGraphs
 from tests.support import tiny
@@ -248,7 +247,7 @@ def test_a_run_that_replayed_nothing_says_why(generate, replays, takes, monkeypa
         _, (line,) = generate("--cuda-graph", *LATER)
     assert line.endswith("--cuda-graph: no step was replayed, for launches do not hold the GPU up at this size")
     takes(0.9)
-    monkeypatch.setattr(Branch, "_lay_out", lambda *_: None)
+    monkeypatch.setattr(PrefixService, "lay_out", lambda *_: None)
     with ram_gpu():
         _, (line,) = generate("--cuda-graph", *LATER)
     assert line.endswith("replayed, for no memory is free to lay the prefix out for all steps") and not replays()
