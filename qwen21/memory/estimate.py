@@ -221,10 +221,11 @@ def _kv_block_activations(
         inputs + (2 * tokens - 3 * chunk) * wide + chunk * ((5 + fused) * wide + _rotating(config, dtype)),
         # x, own queries, keys and values, while those before are decoded, and joined
         2 * inputs + reading.peak,
-        2 * inputs + reading.left + everything,
-        inputs + everything + reading.keys + (inputs if earlier else 0) + _encoding(config, tokens, dtype, codec),
-        # the last chunk's MLP: what was attended to twice, x after it, the norm, gate and value (and the output)
-        inputs + chunk * (4 + fused + 2 * config.mlp_ratio) * wide + unstored + reading.keys,
+        2 * inputs + reading.left + everything // 2,  # the keys joined
+        inputs + tokens * wide + reading.left - reading.keys + everything,  # and the values, when the keys' pieces left
+        inputs + everything + (inputs if earlier else 0) + _encoding(config, tokens, dtype, codec),
+        # the last chunk's MLP: what was attended to, x after it, the norm, gate and value (and the output)
+        inputs + chunk * (3 + fused + 2 * config.mlp_ratio) * wide + unstored,
     )
     return max(moments) + reading.ahead + _constant(config, tokens, dtype)
 

@@ -31,6 +31,8 @@ TIME_FREQUENCIES = 128
 # one chunk, as large as the step of a picture of that size.
 PREFILL_CHUNK = 4608
 
+Control = Callable[[int, Tensor], Tensor]  # layer, its output [B, N, width] -> what the next layer reads
+
 
 class ZeroCentredRMSNorm(nn.Module):
     """RMS norm in fp32 whose stored weight is the scale minus one. The only raw parameter, so it is cast at use."""
@@ -154,10 +156,15 @@ class DiT(nn.Module):
         prefix: Prefix,
         *,
         contiguous: ContiguousKV | None = None,
+        control: Control | None = None,
         attend: AttentionFunction | None = None,
     ) -> Tensor:
         """Velocity [B, C, h, w] of target [B, C, h, w] (normalised latents) at noise level sigma, given its prefix,
-        which may be `contiguous` for targets of this size."""
+        which may be `contiguous` for targets of this size.
+
+        `control` is called after each block with its index and output [B, N, width], and returns what the next block
+        reads: a control branch adds its residuals there.
+        """
         attend = attend or self.attend
         grid = target.shape[-2:]
         segment = prefix.layout.target(tuple(grid))
@@ -165,18 +172,20 @@ class DiT(nn.Module):
         sigma = torch.as_tensor(sigma, dtype=torch.float32, device=target.device)
         embedding, modulation = self.modulate(sigma, target.dtype)
         read = LayerReader(prefix.kv_blocks, target.device, target.dtype) if contiguous is None else None
-        x = self.img_in(target.flatten(2).transpose(1, 2))  # [B, N, width]
+        x = self.img_in(target.flatten(2).transpose(1, 2))  # [B, C, h, w] -> [B, N, width]
         for layer, block in enumerate(self.transformer_blocks):
-            q, k, v = block.qkv(x, modulation, rope, self.kernels)
+            q, k, v = block.qkv(x, modulation, rope, self.kernels)  # each [B, H, N, D]
             attended = prefixed_attention(
                 q, k, v, read(layer) if read else (), contiguous and contiguous[layer], attend
             )
             del q, k, v  # before the MLP's activations are there
             x = block.attn_out_mlp(x, attended, modulation, self.kernels)
             del attended
+            if control is not None:
+                x = control(layer, x)
         scale = 1 + self.norm_out["linear"](F.silu(embedding))[0]
         velocity = self.proj_out(self.kernels.norm(x, scale, self.config.eps))
-        return velocity.transpose(1, 2).unflatten(2, grid)
+        return velocity.transpose(1, 2).unflatten(2, grid)  # [B, N, C] -> [B, C, h, w]
 
     def _prefill_kv_block(
         self,
@@ -190,32 +199,39 @@ class DiT(nn.Module):
         check_cancel: Callable[[], None],
     ) -> None:
         """Every layer of one KV block x [1, S, width]: linears chunk by chunk, attention by segments within a chunk."""
-        rope = torch.cat([self.rotation(segment, x.device) for segment in segments])
+        rope = torch.cat([self.rotation(segment, x.device) for segment in segments])  # [S, ...]
         start, last = segments[0].offset, len(self.transformer_blocks) - 1
         chunks = _even_spans(x.shape[1], PREFILL_CHUNK)
         for layer, block in enumerate(self.transformer_blocks):
             check_cancel()
-            projected = (block.qkv(x[:, chunk], modulation, rope[chunk], self.kernels) for chunk in chunks)
-            queries, *own = zip(*projected, strict=True)
-            earlier = zip(*before(layer), strict=True) if start else ((), ())
-            keys, values = (torch.cat([*b, *o], dim=2) for b, o in zip(earlier, own, strict=True))
-            del own
+            # K and V of everything up to this KV block's end: what earlier blocks stored, then this block's own.
+            earlier = before(layer) if start else []
+            keys = [k for k, _ in earlier]  # each [1, H, n, D]
+            values = [v for _, v in earlier]
+            queries = []
+            for chunk in chunks:
+                q, k, v = block.qkv(x[:, chunk], modulation, rope[chunk], self.kernels)  # each [1, H, chunk, D]
+                queries.append(q)
+                keys.append(k)
+                values.append(v)
+            del earlier, q, k, v
+            keys = torch.cat(keys, dim=2)  # [1, H, start + S, D]
+            values = torch.cat(values, dim=2)
             kv_block.append(_own(keys, start), _own(values, start), storage, last + 1)
             if layer == last:  # nothing reads the last block's output: a prefix is its keys and values alone
                 return
             for chunk, q in zip(chunks, queries, strict=True):
-                attended = [
-                    segment_attention(
-                        q[:, :, first - chunk.start - start : stop - chunk.start - start],
-                        keys[:, :, :seen],
-                        values[:, :, :seen],
-                        causal=causal,
-                        attend=attend,
+                attended = []
+                for first, stop, seen, causal in _pieces(segments, chunk, start):
+                    rows = slice(first - start - chunk.start, stop - start - chunk.start)  # of this chunk
+                    seen_keys, seen_values = keys[:, :, :seen], values[:, :, :seen]
+                    attended.append(
+                        segment_attention(q[:, :, rows], seen_keys, seen_values, causal=causal, attend=attend)
                     )
-                    for first, stop, seen, causal in _pieces(segments, chunk, start)
-                ]
-                x[:, chunk] = block.attn_out_mlp(x[:, chunk], torch.cat(attended, dim=2), modulation, self.kernels)
-            del queries, keys, values, earlier, q, attended  # before the next layer's are joined
+                attended = torch.cat(attended, dim=2)  # [1, H, chunk, D]
+                x[:, chunk] = block.attn_out_mlp(x[:, chunk], attended, modulation, self.kernels)
+            # Before the next layer's K and V are there.
+            del queries, keys, values, q, attended, seen_keys, seen_values
 
     def embed(self, segment: Segment, text: Tensor, references: Sequence[Tensor]) -> Tensor:
         """A prefix segment's tokens [1, n, width]."""

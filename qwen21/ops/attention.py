@@ -61,20 +61,20 @@ def prefixed_attention(
     in one piece with room for n more. Rows run one by one in one buffer of a prefix and a target, so a batch holds the
     prefix once.
     """
-    if contiguous is None:
-        if not prefix:
-            return attend(q, k, v)
-        contiguous = tuple(
-            torch.cat([*parts, own[:1]], dim=2) for parts, own in zip(zip(*prefix, strict=True), (k, v), strict=True)
-        )
-        filled = 1  # rows whose own keys and values are behind the prefix already
-    else:
+    if contiguous is not None:
+        keys, values = contiguous  # each [1, H, m + n, D], the last n still to be filled
         filled = 0
-    keys, values = contiguous
+    elif prefix:
+        keys = torch.cat([*(keys for keys, _ in prefix), k[:1]], dim=2)  # [1, H, m + n, D]
+        values = torch.cat([*(values for _, values in prefix), v[:1]], dim=2)
+        filled = 1  # the first row's own keys and values are behind the prefix already
+    else:
+        return attend(q, k, v)
+    tokens = k.shape[2]
     attended = []
     for row in range(len(q)):
         if row >= filled:
-            keys[:, :, -k.shape[2] :] = k[row : row + 1]
-            values[:, :, -v.shape[2] :] = v[row : row + 1]
-        attended.append(attend(q[row : row + 1], keys, values))
+            keys[:, :, -tokens:] = k[row : row + 1]
+            values[:, :, -tokens:] = v[row : row + 1]
+        attended.append(attend(q[row : row + 1], keys, values))  # [1, H, n, D]
     return attended[0] if len(attended) == 1 else torch.cat(attended)
