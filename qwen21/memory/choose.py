@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ..config.networks import LATENT_PIXELS
 from ..models import dit, vae_tiling
 from ..prefix import ContiguousKV
+from ..prefix.codecs import by_preference
 from .estimate import ALLOWANCE
 
 LESS = "choose a smaller resolution or size, fewer references or a smaller batch"
@@ -111,7 +112,7 @@ def choose_placement(
 ) -> Choice:
     """Decide for a device with `free` bytes beside `ram` bytes of available RAM; `gpu` False: there is RAM alone.
 
-    The rule of `prefix.codecs.fitting_codec`: native on the device where prefix and activations fit beside the
+    The rule of `prefix.codecs.by_preference`: native on the device where prefix and activations fit beside the
     transformer; else native in RAM where half of it holds the prefix; else the most faithful smaller codec on the
     device, else in RAM. `placement` gpu or cpu, and the
     name of a `codec`, leave only those. Where nothing fits, `reasons` say what to change.
@@ -119,7 +120,7 @@ def choose_placement(
     room = Room(free if gpu else ram, ram, gpu)
     names = [codec] if codec != "auto" else list(needs.prefix)
     places = ["cpu"] if not gpu else [placement] if placement != "auto" else ["gpu", "cpu"]
-    options = [(place, name) for part in (names[:1], names[1:]) for place in places for name in part]
+    options = by_preference(places, names)
     fitting = [option for option in options if _fits(needs, room, *option)]
     kept = [(place, name) for place, name in options if place == "cpu" and needs.prefix[name] <= room.shelf(needs)]
     place, name = (fitting or kept or options[-1:])[0]

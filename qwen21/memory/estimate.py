@@ -20,7 +20,6 @@ from ..checkpoint.safetensors_file import DTYPE_BYTES
 from ..config.networks import DiTConfig, EncoderConfig
 from ..models import dit
 from ..prefix import NATIVE, Codec, kv_block_bytes
-from ..prefix.codecs import KVPacking
 from ..sequence import PrefixLayout
 from ..system_memory import available_ram as available_ram
 from ..system_memory import total_ram
@@ -119,23 +118,15 @@ class _Reading:
         peak = left = keys = brought = 0
         for tokens in kv_blocks:
             decoded = tokens * config.width * dtype.itemsize
-            for half, is_keys in ((codec.keys, True), (codec.values, False)):
-                if half.code is not None:
-                    peak = max(peak, left + _scaling(config, tokens, half))
+            for number, half in enumerate(codec.halves):
+                if not half.keeps_tensor:
+                    peak = max(peak, left + half.decode_peak(tokens, config.heads, config.head_dim))
                     brought += half.nbytes(tokens, config.heads, config.head_dim, dtype)
-                if half.code is not None or offloaded:  # else a view
+                if not half.keeps_tensor or offloaded:  # else a view
                     left += decoded
-                    keys += decoded if is_keys else 0
+                    keys += decoded if number == 0 else 0
         layer = sum(codec.nbytes(tokens, config.heads, config.head_dim, dtype) for tokens in kv_blocks)
         return cls(max(peak, left) + (brought if offloaded else 0), left, keys, layer if offloaded else 0)
-
-
-def _scaling(config: DiTConfig, tokens: int, half: KVPacking) -> int:
-    """Keys or values on their way from codes: fp32 copies before and after, and the table of a Hadamard rotation."""
-    copy, block = tokens * config.width * FP32, config.head_dim & -config.head_dim
-    made = 3 * torch.int64.itemsize * block**2  # the table in the making
-    used = (torch.int64.itemsize + FP32) * block**2
-    return max(2 * copy + used, copy + made) if half.rotated else 2 * copy
 
 
 def _rotating(config: DiTConfig, dtype: torch.dtype) -> int:
@@ -214,36 +205,22 @@ def _kv_block_activations(
     reading = _Reading.of(config, earlier, dtype, codec, offloaded)
     everything = 2 * (sum(earlier) + tokens) * wide  # keys and values of a layer, joined
     # The first KV block's are what a native codec stores.
-    unstored = everything if earlier else tokens * wide * _unstored_halves(codec, offloaded)
+    halves = sum(offloaded or not half.keeps_tensor for half in codec.halves)
+    unstored = everything if earlier else halves * tokens * wide
     inputs = 2 * tokens * wide  # x, and q of all chunks
+    packing = codec.encode_peak(tokens, config.heads, config.head_dim, dtype)
     moments = (
         # the last chunk's projection, beside x and what the other chunks have made
-        inputs + (2 * tokens - 3 * chunk) * wide + chunk * ((5 + fused) * wide + _rotating(config, dtype)),
+        inputs + (2 * tokens - 3 * chunk) * wide + chunk * ((6 + fused) * wide + _rotating(config, dtype)),
         # x, own queries, keys and values, while those before are decoded, and joined
         2 * inputs + reading.peak,
         2 * inputs + reading.left + everything // 2,  # the keys joined
         inputs + tokens * wide + reading.left - reading.keys + everything,  # and the values, when the keys' pieces left
-        inputs + everything + (inputs if earlier else 0) + _encoding(config, tokens, dtype, codec),
+        inputs + everything + (inputs if earlier else 0) + packing,
         # the last chunk's MLP: what was attended to, x after it, the norm, gate and value (and the output)
         inputs + chunk * (3 + fused + 2 * config.mlp_ratio) * wide + unstored,
     )
     return max(moments) + reading.ahead + _constant(config, tokens, dtype)
-
-
-def _unstored_halves(codec: Codec, offloaded: bool) -> int:
-    return sum(offloaded or half.code is not None for half in (codec.keys, codec.values))
-
-
-def _encoding(config: DiTConfig, tokens: int, dtype: torch.dtype, codec: Codec) -> int:
-    """Peak of packing one layer of a KV block, keys before values: the codes, and copies as in decoding them."""
-    peak = packed = 0
-    for half in (codec.keys, codec.values):
-        if half.code is not None:
-            values = tokens * config.width
-            copies = _scaling(config, tokens, half) if half.rotated else values * FP32
-            peak = max(peak, packed + copies + values * half.code.itemsize)
-            packed += half.nbytes(tokens, config.heads, config.head_dim, dtype)
-    return peak
 
 
 def working_bytes(

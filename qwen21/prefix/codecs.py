@@ -12,7 +12,7 @@ before the rounding, each where it was measured to win (tests/bench/codecs.py):
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,6 +24,7 @@ from ..errors import UserError
 Parts = tuple[Tensor, ...]
 
 FP8 = torch.float8_e4m3fn
+FP32, INT64 = torch.float32.itemsize, torch.int64.itemsize
 LARGEST = {FP8: 448.0, torch.int8: 127.0}  # of the codes
 CENTRED_FROM = 8  # tokens: here the mean costs half of what the codes do, below 5 a KV block would outgrow bf16
 
@@ -64,6 +65,30 @@ class KVPacking:
             return heads * tokens * head_dim * dtype.itemsize
         means = torch.float32.itemsize * head_dim if self._centres(tokens) else 0
         return heads * (tokens * (head_dim * self.code.itemsize + torch.float32.itemsize) + means)
+
+    @property
+    def keeps_tensor(self) -> bool:
+        """Whether the packed form is the tensor itself, and decoding gives a view of it."""
+        return self.code is None
+
+    def decode_peak(self, tokens: int, heads: int, head_dim: int) -> int:
+        """Peak bytes while [1, heads, tokens, head_dim] is decoded to fp32, the result among them: copies
+        before and after the scales and, where rotated, the table of the Hadamard transform."""
+        if self.keeps_tensor:
+            return 0
+        copy = heads * tokens * head_dim * FP32
+        if not self.rotated:
+            return 2 * copy
+        entries = (head_dim & -head_dim) ** 2
+        return max(2 * copy + (INT64 + FP32) * entries, copy + 3 * INT64 * entries)
+
+    def encode_peak(self, tokens: int, heads: int, head_dim: int) -> int:
+        """Peak bytes while [1, heads, tokens, head_dim] is packed: the codes, and copies as in decoding them."""
+        if self.keeps_tensor:
+            return 0
+        values = heads * tokens * head_dim
+        copies = self.decode_peak(tokens, heads, head_dim) if self.rotated else values * FP32
+        return copies + values * self.code.itemsize
 
     def _centres(self, tokens: int) -> bool:
         return self.centred and tokens >= CENTRED_FROM
@@ -118,6 +143,11 @@ class Codec:
     values: KVPacking
 
     @property
+    def halves(self) -> tuple[KVPacking, KVPacking]:
+        """How keys and how values are packed, in the order in which they are."""
+        return self.keys, self.values
+
+    @property
     def lossless(self) -> bool:
         return self.keys.code is None and self.values.code is None
 
@@ -132,6 +162,15 @@ class Codec:
     def decode_values(self, parts: Parts, dtype: torch.dtype) -> Tensor:
         """Packed values -> [1, H, n, D]."""
         return self.values.decode(parts, dtype)
+
+    def encode_peak(self, tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
+        """Peak bytes while one layer of a KV block is packed, keys before values, the packed tensors among them."""
+        peak = packed = 0
+        for half in self.halves:
+            if not half.keeps_tensor:
+                peak = max(peak, packed + half.encode_peak(tokens, heads, head_dim))
+                packed += half.nbytes(tokens, heads, head_dim, dtype)
+        return peak
 
     def nbytes(self, tokens: int, heads: int, head_dim: int, dtype: torch.dtype) -> int:
         """Bytes of all packed tensors of one layer of one KV block whose k and v are of `dtype`."""
@@ -161,17 +200,22 @@ def kv_block_bytes(config: DiTConfig, tokens: int, dtype: torch.dtype, codec: Co
     return config.layers * codec.nbytes(tokens, config.heads, config.head_dim, dtype)
 
 
+def by_preference(places: Sequence[str], names: Sequence[str] = FIDELITY) -> list[tuple[str, str]]:
+    """Pairs of a place and a codec's name, the preferred first: the first of `names` in every one of `places`, then the
+    others place by place. The one rule of `auto`."""
+    return [(place, name) for part in (names[:1], names[1:]) for place in places for name in part]
+
+
 def fitting_codec(sizes: Mapping[str, int], device: int | None, ram: int) -> str:
     """The codec for a prefix of these bytes by codec, beside `device` bytes of room (None: RAM is all there is).
 
     Native wherever it fits, the device or half of the available RAM; else the most faithful that does; else the
     smallest.
     """
-    for names in (FIDELITY[:1], FIDELITY[1:]):
-        for room in (device, ram // 2):
-            for name in names:
-                if room is not None and sizes[name] <= room:
-                    return name
+    rooms = {"device": device, "ram": ram // 2}
+    for place, name in by_preference([place for place, room in rooms.items() if room is not None]):
+        if sizes[name] <= rooms[place]:
+            return name
     return min(FIDELITY, key=lambda name: sizes[name])
 
 
