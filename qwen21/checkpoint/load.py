@@ -22,7 +22,7 @@ from ..models.vae import VAE
 from ..ops import linear as layers
 from ..ops.quantized import QuantLayers
 from .component import Component
-from .detect import SLOTS, expect, open_named
+from .detect import SLOTS, Identity, expect, open_named
 from .fp8_policy import Fp8, is_block_layer, unmatched
 from .names import Source
 from .places import Places

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from ..checkpoint.fp8_policy import Fp8
 from ..checkpoint.load import ModelFiles, check_keep
 from ..checkpoint.quant_formats import name_of
 from ..config.networks import LATENT_PIXELS
@@ -21,7 +22,6 @@ from ..memory.choose import Misfit
 from ..memory.plan import MemoryJob, MemoryPlan, plan_memory
 from ..memory.show import draw, plan_report
 from ..ops.attention_backends import require_attention as check_attention
-from ..ops.quantized import Fp8
 from ..prefix.placement import ineffective_flags
 from ..request import Request, ResolvedRequest, decide
 from ..sampling import cuda_graph
