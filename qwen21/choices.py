@@ -7,5 +7,6 @@ SCHEDULES = ("auto", "base", "turbo")
 COMPONENTS = {"transformer": "dit", "text_encoder": "encoder", "vae": "vae"}  # folder of a whole model -> slot
 COMPONENT_FOLDERS = {slot: name for name, slot in COMPONENTS.items()}
 KV_STORAGES = ("auto", "native", "fp8", "fp8_v", "int8")  # how a prefix is kept; see `prefix/codecs.py`
-# Kernels that attend; see `backends.py`.
+KV_DEVICES = ("auto", "gpu", "cpu")  # where a prefix is kept
+# Kernels that attend; see `ops/attention_backends.py`.
 ATTENTIONS = ("auto", "sdpa", "cudnn", "flash", "efficient", "sage", "compiled")

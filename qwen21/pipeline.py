@@ -10,37 +10,36 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from .checkpoint import load
+from .checkpoint.fp8_policy import Fp8
+from .checkpoint.load import ModelFiles
 from .encode_cache import EncodedPrompt, EncodedReference, LRUCache, ReferenceContexts
 from .errors import UserError
 from .guidance_branch import GuidanceBranch
 from .inputs import images
-from .inputs.prompt import layout_tokens
-from .lora.apply import apply_loras
+from .inputs.prompt import Reference, layout_tokens
 from .lora.read import Lora
 from .manifest import RunFacts, build_manifest
 from .memory import estimate
 from .models import vae_tiling
-from .models.dit import DiT, fuse
-from .ops.attention import AttentionFunction
+from .models.dit import DiT
+from .networks import Networks, free_bytes
+from .ops import backend
+from .ops.attention import AttentionFunction, sdpa
 from .ops.attention_backends import Shape, choose_attention
 from .ops.pointwise import EAGER, CompiledKernels, Kernels
+from .ops.pointwise_kitchen import uncompiled
 from .prefix import KVBlock, ModelIdentity, Placement, PrefixFacts, PrefixService, RunLocal, Store, text_origin
 from .prefix.placement import RAM, ineffective_flags
 from .request import Request, ResolvedRequest, resolve_request
 from .sampling import cuda_graph as graph
 from .sampling.euler import Start, draw_noise, sample
 from .sampling.schedule import turbo_warnings
-
-if TYPE_CHECKING:
-    from .checkpoint.fp8_policy import Fp8
-    from .inputs.prompt import Reference
 
 
 @dataclass(frozen=True)
@@ -73,7 +72,7 @@ class Pipeline:
     what no earlier one has made.
     """
 
-    files: load.ModelFiles
+    files: ModelFiles
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     kv_device: str = "auto"
@@ -81,19 +80,28 @@ class Pipeline:
     keep_loaded: bool = False
     loras: Sequence[tuple[Lora, float]] = ()  # with their strengths
     fp8: Fp8 | None = None  # block linears that are not quantized yet are kept in fp8
-    kernels: Kernels = EAGER
-    attention: str = "auto"  # see `backends.choose_attention`
-    cuda_graph: bool = False  # replay steps whose launches hold the GPU up; see `graph.py`
+    kernels: Kernels | None = None  # those of the back end, else the best that need no compiler
+    attention: str = "auto"  # see `ops.attention_backends.choose_attention`
+    cuda_graph: bool = False  # replay steps whose launches hold the GPU up; see `sampling/cuda_graph.py`
     notes: Sequence[str] = ()  # of how it was set up, to be told of each run
     store: Store = field(default_factory=lambda: Store(estimate.store_budget()))
+    networks: Networks | None = field(default=None, repr=False)  # made unless given
     _attend: tuple[str, AttentionFunction] | None = field(default=None, repr=False)
-    _loaded: dict[str, tuple[Any, str]] = field(default_factory=dict, repr=False)
     # A few MiB each at most.
     _prompts: LRUCache[EncodedPrompt] = field(default_factory=lambda: LRUCache(32), repr=False)
     _contexts: tuple[str, ReferenceContexts] = field(
         default_factory=lambda: ("", ReferenceContexts()), repr=False
     )  # and what made them
     _references: LRUCache[EncodedReference] = field(default_factory=lambda: LRUCache(64), repr=False)
+
+    def __post_init__(self) -> None:
+        default = backend.default_backend()
+        if self.kernels is None:
+            self.kernels = uncompiled(self.device) if default.kernels is EAGER else default.kernels
+        if self.networks is None:
+            self.networks = Networks(
+                self.files, self.dtype, self.device, self.fp8, self.loras, self.keep_loaded, self._reserve
+            )
 
     @torch.inference_mode()
     def generate(self, request: Request, watch: Watch | None = None) -> Result:
@@ -105,28 +113,19 @@ class Pipeline:
         for warning in self.warnings(resolved):
             watch.on_warning(warning)
         prompts, negative = self._encode_prompts(resolved, watch)
-        self._release("encoder")
+        self.networks.release("encoder")
         references = self._encode_references(resolved, watch)
         start = self._encode_start(resolved, watch)
         latent, prefixes = self._sample(resolved, prompts, negative, references, start, watch)
-        self._release("dit")
+        self.networks.release("dit")
         pictures = self._decode(latent, watch)
-        self._release("vae")
+        self.networks.release("vae")
         manifest = build_manifest(self._run_facts(resolved), resolved, prompts[0].text.image_slots, prefixes)
         return Result(pictures, latent, manifest, prefixes)
 
     def _run_facts(self, resolved: ResolvedRequest) -> RunFacts:
-        warnings = self.warnings(resolved)
-        return RunFacts(
-            self.files,
-            self.dtype,
-            self.device,
-            self.fp8,
-            self.attention_name,
-            self.kernels.name,
-            self.loras,
-            warnings,
-        )
+        attention, kernels, warnings = self.attention_name, self.kernels.name, self.warnings(resolved)
+        return RunFacts(self.files, self.dtype, self.device, self.fp8, attention, kernels, self.loras, warnings)
 
     def _encode_prompts(
         self, resolved: ResolvedRequest, watch: Watch
@@ -146,7 +145,7 @@ class Pipeline:
         vision: dict[str, Any] = {}  # features of each reference, shared by all prompts of the run
 
         def encode(prompt: str) -> EncodedPrompt:
-            encoder = self._network("encoder")
+            encoder = self.networks.get("encoder")
             watch.on_stage("encoding the prompt")
             text = encoder.encode(
                 tokenizer,
@@ -162,10 +161,10 @@ class Pipeline:
                     f"{self.files.encoder.checkpoint.path.name}: the text states are not finite; the checkpoint holds "
                     "NaN or overflows in this dtype, try --dtype bf16 or fp32"
                 )
-            return EncodedPrompt(text, text_origin(text, self._made_by("encoder")))
+            return EncodedPrompt(text, text_origin(text, self.networks.made_by("encoder")))
 
         def key(prompt: str) -> Hashable:
-            return ids[prompt], digests, self._made_by("encoder")
+            return ids[prompt], digests, self.networks.made_by("encoder")
 
         made = {prompt: self._prompts.get(partial(key, prompt), partial(encode, prompt)) for prompt in prompts}
         if self._contexts[1]:
@@ -175,7 +174,7 @@ class Pipeline:
 
     def _current_contexts(self) -> ReferenceContexts:
         """Those of the encoder as it is loaded."""
-        if self._contexts[0] != (made_by := self._made_by("encoder")):
+        if self._contexts[0] != (made_by := self.networks.made_by("encoder")):
             self._contexts = made_by, ReferenceContexts()
         return self._contexts[1]
 
@@ -185,7 +184,7 @@ class Pipeline:
         watch.on_stage("encoding the references")
 
         def name(reference: Reference) -> str:
-            return f"{reference.digest} {self._made_by('vae')}"
+            return f"{reference.digest} {self.networks.made_by('vae')}"
 
         def encode(reference: Reference) -> EncodedReference:
             latent = self._encode_picture(reference.image, watch)[0]
@@ -204,8 +203,8 @@ class Pipeline:
 
     def _encode_picture(self, picture: Image.Image, watch: Watch) -> Tensor:
         """[1, 64, h, w], normalised, in the VAE's dtype."""
-        vae = self._network("vae")
-        pixels = images.to_vae_pixels(picture).to(self.device, self._vae_dtype)
+        vae = self.networks.get("vae")
+        pixels = images.to_vae_pixels(picture).to(self.device, self.networks.vae_dtype)
         self._reserve_for_vae(picture.size, decode=False)
         return vae.normalise(vae_tiling.encode(vae, pixels, budget=self._vae_budget, check_cancel=watch.check_cancel))
 
@@ -220,13 +219,16 @@ class Pipeline:
     ) -> tuple[Tensor, list[PrefixFacts]]:
         """The denoised latent [B, 64, h, w] and facts of the prefixes behind which it was denoised, positive first."""
         watch.on_stage("reading the transformer")
-        dit: DiT = self._network("dit")
+        dit: DiT = self.networks.get("dit")
         self._speed_up(dit, resolved, watch)
         watch.on_stage("prefilling")
         graphs = graph.StepGraphs() if self.cuda_graph and not self._ineffective_cuda_graph(resolved) else None
 
+        identity = partial(self._prefix_identity, resolved)
+        lays_out = self.networks.backend.lays_out
+
         def service(working: int) -> PrefixService:
-            return PrefixService(dit, self.placement(working), self.codec, partial(self._prefix_identity, resolved))
+            return PrefixService(dit, self.placement(working), self.codec, identity, lays_out)
 
         branch = partial(
             GuidanceBranch,
@@ -236,7 +238,7 @@ class Pipeline:
             service=service,
             dtype=self.dtype,
             device=self.device,
-            fused=self.fuses,
+            fused=self.networks.fuses,
             check_cancel=watch.check_cancel,
             graphs=graphs,
         )
@@ -270,15 +272,19 @@ class Pipeline:
             references = sum(reference.width * reference.height for reference in resolved.references)
             shape = Shape(tokens, tokens + references, dit.config.heads, dit.config.head_dim)
             compiles = isinstance(self.kernels, CompiledKernels)
+            default = self.networks.backend.attend
+            if self.attention == "auto" and default is not sdpa:
+                self._attend = "sdpa", default
+        if self._attend is None:
             self._attend = choose_attention(self.attention, shape, self.dtype, self.device, may_compile=compiles)
         dit.kernels, dit.attend = self.kernels, self._attend[1]
 
     def _decode(self, latent: Tensor, watch: Watch) -> list[Image.Image]:
         """Latents [B, 64, h, w] to RGBA pictures, one after another."""
         watch.on_stage("decoding")
-        vae = self._network("vae")
+        vae = self.networks.get("vae")
         pictures = []
-        for row in latent.to(self._vae_dtype).split(1):
+        for row in latent.to(self.networks.vae_dtype).split(1):
             watch.check_cancel()
             self._reserve_for_vae((row.shape[-1] * vae.factor, row.shape[-2] * vae.factor), decode=True)
             pixels = vae_tiling.decode(
@@ -286,34 +292,6 @@ class Pipeline:
             )
             pictures += images.from_vae_pixels(pixels)
         return pictures
-
-    def _network(self, name: str) -> Any:
-        if name not in self._loaded:
-            dtype = self._vae_dtype if name == "vae" else self.dtype
-            part = getattr(self.files, name)
-            self._reserve(estimate.weight_bytes(part, dtype, self.fp8))
-            network = load.load(part, dtype, self.device, fp8=self.fp8)
-            if name == "dit":
-                apply_loras(network, self.loras)
-                if self.fuses:
-                    fuse(network)
-            self._loaded[name] = network, self._made_with(name, network.made_of)
-        return self._loaded[name][0]
-
-    def _release(self, name: str) -> None:
-        if not self.keep_loaded:
-            self._loaded.pop(name, None)
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
-
-    def _made_by(self, name: str) -> str:
-        """A name of a network's weights and dtype: as loaded, else as its files are now."""
-        if name in self._loaded:
-            return self._loaded[name][1]
-        return self._made_with(name, getattr(self.files, name).stamp())
-
-    def _made_with(self, name: str, stamp: str) -> str:
-        return f"{stamp} {self._vae_dtype if name == 'vae' else self.dtype} {self.fp8}"
 
     def warnings(self, resolved: ResolvedRequest) -> list[str]:
         """What of a plan, of the LoRAs or of the prefix's place was not as asked."""
@@ -344,37 +322,21 @@ class Pipeline:
     def identity(self, codec: str) -> ModelIdentity:
         """What the K and V of this pipeline's prefixes depend on besides their inputs."""
         patches = ", ".join(sorted(f"{lora.digest} at {strength}" for lora, strength in self.loras if strength))
-        return ModelIdentity(self._made_by("dit"), str(self.dtype), codec, patches, self.device.type)
+        return ModelIdentity(self.networks.made_by("dit"), str(self.dtype), codec, patches, self.device.type)
 
     def placement(self, working: int) -> Placement:
         """Where prefixes are kept beside `working` bytes of activations."""
-        free, ram = self._free_bytes, estimate.available_ram
+        free, ram = partial(free_bytes, self.device), estimate.available_ram
         return Placement(self.kv_device, self.device, working, self.store, free, ram, self._evict)
-
-    def fits_together(self) -> bool:
-        """Whether all three networks may stay loaded: they take at most half of the free memory."""
-        total = sum(estimate.weight_bytes(part, self.dtype, self.fp8) for part in self.files.parts)
-        free = self._free_bytes()
-        return total <= (estimate.available_ram() if free is None else free) // 2
-
-    @property
-    def fuses(self) -> bool:
-        """Whether products of the transformer are fused: on a CPU it brings nothing."""
-        return self.device.type == "cuda"
 
     @property
     def attention_name(self) -> str:
         """The kernel that the last run attended with."""
         return self.attention if self._attend is None else self._attend[0]
 
-    @property
-    def _vae_dtype(self) -> torch.dtype:
-        """The VAE's values can exceed what fp16 holds, so fp16 runs decode in fp32."""
-        return torch.float32 if self.dtype == torch.float16 else self.dtype
-
     def _reserve(self, nbytes: int) -> None:
         """Have stored prefixes leave the device, as far as it lacks so much free memory."""
-        if self.device.type != "cpu" and (lacking := nbytes - self._free_bytes()) > 0:
+        if self.device.type != "cpu" and (lacking := nbytes - free_bytes(self.device)) > 0:
             self._evict(lacking)
 
     def _evict(self, nbytes: int, exclude: Sequence[KVBlock] = ()) -> int:
@@ -382,17 +344,10 @@ class Pipeline:
         return self.store.release(nbytes, self.device, "memory was short", to=RAM, exclude=exclude)
 
     def _reserve_for_vae(self, size: tuple[int, int], decode: bool) -> None:
-        peak = vae_tiling.peak_bytes(self.files.vae.config, *size, self._vae_dtype, decode=decode)
+        peak = vae_tiling.peak_bytes(self.files.vae.config, *size, self.networks.vae_dtype, decode=decode)
         self._reserve(int(peak * vae_tiling.WORKSPACE))
 
     @property
     def _vae_budget(self) -> int:
-        free = self._free_bytes()
+        free = free_bytes(self.device)
         return estimate.available_ram() if free is None else free
-
-    def _free_bytes(self) -> int | None:
-        """Free memory of the device, what PyTorch keeps for reuse included; None where nothing is known."""
-        if self.device.type != "cuda":
-            return None
-        kept = torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        return torch.cuda.mem_get_info(self.device)[0] + kept

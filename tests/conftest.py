@@ -62,40 +62,20 @@ def fast_paths(request):
         yield
         return
     from qwen21.config.networks import DiTConfig
-    from qwen21.models.dit import DiT, fuse
     from qwen21.ops import attention_backends
     from qwen21.ops.attention import sdpa
-    from qwen21.ops.pointwise import EAGER, CompiledKernels
+    from qwen21.ops.backend import Backend
+    from qwen21.ops.pointwise import CompiledKernels
     from qwen21.ops.pointwise_kitchen import KitchenKernels
-    from qwen21.pipeline import Pipeline
-    from qwen21.prefix import ContiguousKV, PrefixService
 
-    kernels, load = {"compiled": CompiledKernels, "kitchen": KitchenKernels}[chosen](), Pipeline._network
-    attend, choice = sdpa, attention_backends.choose_attention
+    cpu, attend = torch.device("cpu"), sdpa
+    kernels = {"compiled": CompiledKernels, "kitchen": KitchenKernels}[chosen]()
     if chosen == "compiled":
-        attend = choice("compiled", attention_backends.Shape(16, 16, 2, 128), torch.float32, torch.device("cpu"))[1]
+        shape = attention_backends.Shape(16, 16, 2, 128)
+        attend = attention_backends.choose_attention("compiled", shape, torch.float32, cpu)[1]
     else:
-        kernels.prepare(DiTConfig(heads=2), torch.float32, torch.device("cpu"))
-
-    def network(self, name):
-        found = load(self, name)
-        if name == "dit":
-            fuse(found)
-        return found
-
-    def choose(name, *a, **kw):
-        return ("sdpa", attend) if name == "auto" else choice(name, *a, **kw)
-
-    def join(self, prefix, tokens, dtype):
-        return ContiguousKV(prefix, tokens, self.dit.config.layers, self.placement.device, dtype)
-
+        kernels.prepare(DiTConfig(heads=2), torch.float32, cpu)
+    fast = Backend(kernels, attend, fuses=True, lays_out=True)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(DiT.__init__.__kwdefaults__, "kernels", kernels)
-        patch.setitem(DiT.__init__.__kwdefaults__, "attend", attend)
-        patch.setattr("qwen21.pipeline.choose", choose)
-        patch.setattr("qwen21.ops.pointwise_kitchen.uncompiled", lambda device: kernels)
-        patch.setattr(Pipeline, "_network", network)
-        patch.setattr(PrefixService, "lay_out", join)
-        defaults = (kernels if default is EAGER else default for default in Pipeline.__init__.__defaults__)
-        patch.setattr(Pipeline.__init__, "__defaults__", tuple(defaults))
+        patch.setattr("qwen21.ops.backend.default_backend", lambda: fast)
         yield

@@ -15,7 +15,9 @@ DOOR = ("__init__", "__main__")
 # The highest floor first. What stands on one floor imports only from the floors below it, and within itself.
 FLOORS = (
     ("cli",),
-    ("clients", "mini", "server"),
+    ("server",),
+    ("loading",),
+    ("clients", "mini"),
     ("pipeline",),
     ("networks", "guidance_branch", "manifest"),
     ("memory", "request", "lora", "encode_cache"),

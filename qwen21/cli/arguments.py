@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..choices import ATTENTIONS, CANVASES, EDIT_NOISES, KV_STORAGES, SCHEDULES
+from ..choices import ATTENTIONS, CANVASES, EDIT_NOISES, KV_DEVICES, KV_STORAGES, SCHEDULES
 from ..config.networks import MAX_REFERENCES
 from ..errors import UserError
 from ..system_memory import GIB
@@ -152,9 +152,7 @@ def add_generate(p: argparse.ArgumentParser) -> None:
         default="auto",
         help="how the prefix is kept: native is exact, int8 takes half and loses least; auto: native while it fits",
     )
-    sampling.add_argument(
-        "--kv-device", choices=("auto", "gpu", "cpu"), default="auto", help="where the prefix is kept"
-    )
+    sampling.add_argument("--kv-device", choices=KV_DEVICES, default="auto", help="where the prefix is kept")
     sampling.add_argument(
         "--kv-budget",
         metavar="GIB",

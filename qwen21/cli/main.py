@@ -136,10 +136,12 @@ def build_parser() -> Parser:
 
 def run_generate(a: argparse.Namespace) -> int:
     from ..lora.read import read_lora
+    from ..memory.estimate import store_budget
+    from ..networks import fit_together, pick_device
     from ..ops.attention_backends import require_attention as check_attention
     from ..ops.pointwise import CompiledKernels
-    from ..ops.pointwise_kitchen import uncompiled
     from ..pipeline import Pipeline, Watch
+    from ..prefix import Store
     from . import jobs as session
     from . import outputs
     from .pictures import Pictures
@@ -150,7 +152,7 @@ def run_generate(a: argparse.Namespace) -> int:
     for number, job in enumerate(jobs, 1):
         with session.naming(number, jobs):
             outputs.check_outputs(job.out, job.save_latent, job.batch, inputs)
-    device = outputs.pick_device(a.device)
+    device = pick_device(a.device)
     pictures = Pictures(jobs)
     with session.naming(1, jobs):
         first = arguments.opened_request(jobs[0], pictures.open)
@@ -159,12 +161,21 @@ def run_generate(a: argparse.Namespace) -> int:
     fp8, budget = arguments.fp8_of(a), arguments.budget_of(a)
     loras = tuple((read_lora(path, files.dit.config), strength) for path, strength in a.lora)
     check_attention(a.attention, dtype, device)
-    pipeline = Pipeline(files, dtype, device, a.kv_device, a.kv_storage, fp8=fp8, loras=loras)
-    pipeline.notes = (told,) if told else ()
-    pipeline.store.budget = pipeline.store.budget if budget is None else budget
-    pipeline.attention, pipeline.cuda_graph = a.attention, a.cuda_graph
-    pipeline.keep_loaded = len(jobs) > 1 and pipeline.fits_together()
-    pipeline.kernels = CompiledKernels() if a.compile else uncompiled(device)
+    pipeline = Pipeline(
+        files,
+        dtype,
+        device,
+        a.kv_device,
+        a.kv_storage,
+        keep_loaded=len(jobs) > 1 and fit_together(files, dtype, device, fp8),
+        loras=loras,
+        fp8=fp8,
+        kernels=CompiledKernels() if a.compile else None,
+        attention=a.attention,
+        cuda_graph=a.cuda_graph,
+        notes=(told,) if told else (),
+        store=Store(store_budget() if budget is None else budget),
+    )
     for number, job in enumerate(jobs, 1):
         a.done = number - 1
         with session.naming(number, jobs, written=True):

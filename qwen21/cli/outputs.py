@@ -1,4 +1,4 @@
-"""What a run leaves on disk, and where it computes: PNGs with their manifest, latents, device and dtype choices."""
+"""What a run leaves on disk: pictures with their manifest, and latents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from safetensors.torch import save
 
 from ..atomic_write import check_writable, write_together
-from ..checkpoint.quant_formats import DTYPES
 from ..config.networks import MAX_BATCH
 from ..errors import UserError
 from ..inputs.images import png_bytes
@@ -20,23 +19,6 @@ if TYPE_CHECKING:
     from ..pipeline import Result
 
 MANIFEST_KEY = "qwen21"  # the PNG text chunk
-
-
-def pick_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is one."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise UserError("--device cuda: this PyTorch finds no CUDA device; use --device cpu, or install a CUDA build")
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(name)
-
-
-def dtypes(name: str, device: torch.device) -> tuple[torch.dtype, ...]:
-    """What to compute in: the first that fits. `auto` is bf16 on CUDA, which the model was released in, and fp32
-    elsewhere, bf16 where that does not fit; `fp8` is about weights alone, and computes as `auto`."""
-    if name in ("auto", "fp8"):
-        return tuple(DTYPES[each] for each in (("bf16",) if device.type == "cuda" else ("fp32", "bf16")))
-    return (DTYPES[name],)
 
 
 def names(out: Path, pictures: int) -> list[Path]:

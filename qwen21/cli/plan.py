@@ -21,6 +21,7 @@ from ..memory import estimate
 from ..memory.choose import Misfit
 from ..memory.plan import MemoryJob, MemoryPlan, plan_memory
 from ..memory.show import draw, plan_report
+from ..networks import dtypes, free_bytes, pick_device
 from ..ops.attention_backends import require_attention as check_attention
 from ..prefix.placement import ineffective_flags
 from ..request import Request, ResolvedRequest, decide
@@ -59,7 +60,7 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
     free = _free_bytes(a)
     gpu = free is not None
     device = torch.device("cuda" if gpu else "cpu")
-    check_attention(a.attention, outputs.dtypes(a.dtype, device)[0], device)
+    check_attention(a.attention, dtypes(a.dtype, device)[0], device)
     decided = decide(opened_request(a, Unread.of), files)
     files.check(encodes=decided.request.encodes)
     planner = Planner(a, files, free)
@@ -90,7 +91,7 @@ def settle(
             outputs.check_outputs(job.out, job.save_latent, 1, files.paths)
             decided.append(decide(opened_request(job, pictures.look) if number > 1 else first, files))
     files.check(encodes=any(plan.request.encodes for plan in decided))
-    planner = Planner(a, files, free_bytes(outputs.pick_device(a.device)))
+    planner = Planner(a, files, free_bytes(pick_device(a.device)))
     numbers: dict[MemoryJob, int] = {}
     for number, (job, plan) in enumerate(zip(jobs, decided, strict=True), 1):
         with naming(number, jobs):
@@ -155,7 +156,7 @@ class Planner:
     def dtype(self, jobs: Iterable[MemoryJob]) -> tuple[torch.dtype, str]:
         """The first of the dtypes asked for in which all jobs fit, else the last; and a line where it is not the
         first."""
-        first, *others = outputs.dtypes(self.a.dtype, self.device)
+        first, *others = dtypes(self.a.dtype, self.device)
         if not others or (misfit := self._misfit(jobs, first)) is None:
             return first, ""
         return others[-1], f"computed in {name_of(others[-1])}, for in {name_of(first)} {misfit.fact}"
@@ -172,7 +173,7 @@ class Planner:
         """The name of another dtype in which a job fits: narrower than the one asked for, but no more than needed."""
         for name in NARROWER[self.a.dtype]:
             fp8 = Fp8(tuple(self.a.keep)) if name == "fp8" else None
-            if any(self._misfit([job], dtype, fp8) is None for dtype in outputs.dtypes(name, self.device)):
+            if any(self._misfit([job], dtype, fp8) is None for dtype in dtypes(name, self.device)):
                 return name
         return None
 
@@ -192,9 +193,4 @@ def _free_bytes(a: argparse.Namespace) -> int | None:
         return None
     if a.free is not None:
         return int(a.free * GIB)
-    return free_bytes(outputs.pick_device(a.device))
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Free memory of a GPU; None for the CPU, of which RAM is asked."""
-    return None if device.type == "cpu" else torch.cuda.mem_get_info(device)[0]
+    return free_bytes(pick_device(a.device))

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from ..config.networks import DiTConfig
 from ..errors import UserError
-from ..ops import linear
-from ..ops.attention import AttentionFunction, prefixed_attention, sdpa, segment_attention
+from ..ops import backend, linear
+from ..ops.attention import AttentionFunction, prefixed_attention, segment_attention
 from ..ops.fused_linear import fused
-from ..ops.pointwise import EAGER, Kernels
+from ..ops.pointwise import Kernels
 from ..ops.rope import rotation
 from ..prefix import NATIVE, Codec, ContiguousKV, KVBlock, LayerReader, Prefix
 from ..sequence import Segment, TextSegment, prefix_layout
@@ -82,7 +82,7 @@ class DiT(nn.Module):
     """Qwen-Image 2.1's transformer. Computes in the dtype of its inputs.
 
     `operations` is the namespace the layers come from (`Linear`, `RMSNorm`); `attend` the attention function; `kernels`
-    run what lies between the matrix products.
+    run what lies between the matrix products. The last two are those of `default_backend` unless given.
     """
 
     def __init__(
@@ -90,16 +90,17 @@ class DiT(nn.Module):
         config: DiTConfig = DiTConfig(),
         *,
         operations: ModuleType = linear,
-        attend: AttentionFunction = sdpa,
-        kernels: Kernels = EAGER,
+        attend: AttentionFunction | None = None,
+        kernels: Kernels | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
         kw = {"dtype": dtype, "device": device}
         self.config = config
-        self.attend = attend
-        self.kernels = kernels
+        default = backend.default_backend()
+        self.attend = attend or default.attend
+        self.kernels = kernels or default.kernels
         self.img_in = operations.Linear(config.in_channels, config.width, bias=False, **kw)
         self.txt_in = TextProjection(config, operations, **kw)
         self.time_text_embed = nn.ModuleDict({"timestep_embedder": TimestepEmbedder(config.width, operations, **kw)})

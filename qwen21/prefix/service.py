@@ -83,6 +83,7 @@ class PrefixService:
     placement: Placement
     codec: str
     identity: Callable[[str], ModelIdentity | RunLocal]
+    lays_out: bool | None = None  # see `Backend`
 
     def get(self, inputs: PrefixInputs, **prefill: Any) -> tuple[Prefix, Reuse]:
         """The prefix of `inputs` and what became of it; further keywords go to `DiT.prefill`."""
@@ -95,14 +96,14 @@ class PrefixService:
     def lay_out(self, prefix: Prefix, tokens: int, dtype: torch.dtype) -> ContiguousKV | None:
         """`prefix` decoded in one piece a layer, with room for a target of `tokens` tokens, where that fits beside the
         run's activations; None where it does not, or where nothing is known of the device's memory."""
-        placement, config = self.placement, self.dit.config
-        spare = placement.spare()
-        if spare is None:
+        if not (self._fits(prefix, tokens, dtype) if self.lays_out is None else self.lays_out):
             return None
-        needed = ContiguousKV.nbytes(config, prefix.length, tokens, dtype)
-        if not ContiguousKV.fits(needed, placement.working, spare):
-            return None
-        return ContiguousKV(prefix, tokens, config.layers, placement.device, dtype)
+        return ContiguousKV(prefix, tokens, self.dit.config.layers, self.placement.device, dtype)
+
+    def _fits(self, prefix: Prefix, tokens: int, dtype: torch.dtype) -> bool:
+        spare = self.placement.spare()
+        needed = ContiguousKV.nbytes(self.dit.config, prefix.length, tokens, dtype)
+        return spare is not None and ContiguousKV.fits(needed, self.placement.working, spare)
 
     def _codec_for(self, inputs: PrefixInputs) -> str:
         if self.codec != "auto":

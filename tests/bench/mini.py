@@ -96,7 +96,7 @@ def paint(pipeline: Pipeline, tasks: Iterable[Task], row: Row) -> Iterator[Image
             assert all(prefix.reuse.kind == "hit" for prefix in result.prefixes)
         picture = result.images[0]
         if row.tile:
-            vae = pipeline._network("vae")
+            vae = pipeline.networks.get("vae")
             pixels = vae_tiling.decode_tiled(vae, vae.denormalise(result.latents), row.tile)
             (picture,) = from_vae_pixels(pixels)
         yield picture

@@ -47,7 +47,7 @@ def run(pipeline, prompts="a cat", **kw):
 
 
 def clean_latent(pipeline, image):
-    vae = pipeline._network("vae")
+    vae = pipeline.networks.get("vae")
     with torch.inference_mode():
         return vae.normalise(vae.encode(to_vae_pixels(image)))
 
@@ -222,7 +222,7 @@ def test_networks_are_dropped_after_their_stage(files, monkeypatch):
     before = sum(type(o) in (DiT, TextEncoder, Prefix) for o in gc.get_objects())
     once = Pipeline(files)
     run(once, references=(picture(1),), negative="x", cfg=2.0)
-    assert once._loaded == {}
+    assert once.networks.loaded == ()
     assert len(alive[0]) == before
 
 
@@ -300,7 +300,7 @@ def test_nan_weights_are_an_error_and_never_a_picture(files, part):
     broken = Pipeline(files, keep_loaded=True)
     with torch.no_grad():
         name = {"dit": "proj_out.weight", "encoder": "language_model.layers.0.mlp.up_proj.weight"}
-        broken._network(part).get_parameter(name.get(part, "decoder.conv_out.weight")).fill_(float("nan"))
+        broken.networks.get(part).get_parameter(name.get(part, "decoder.conv_out.weight")).fill_(float("nan"))
     with pytest.raises(UserError, match="finite|NaN"):
         run(broken)
 

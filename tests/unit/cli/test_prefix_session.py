@@ -56,8 +56,8 @@ def networks(files):
     """Loaded once: no run changes them."""
     pipeline = Pipeline(files, keep_loaded=True)
     for name in ("encoder", "vae", "dit"):
-        pipeline._network(name)
-    return pipeline._loaded
+        pipeline.networks.get(name)
+    return pipeline.networks
 
 
 def picture(name):
@@ -137,7 +137,7 @@ def run(pipeline, job):
 
 
 def fresh_run(files, networks, job):
-    return run(Pipeline(files, keep_loaded=True, _loaded=networks), job)[0]
+    return run(Pipeline(files, keep_loaded=True, networks=networks), job)[0]
 
 
 def assert_fresh(latents, files, networks, job, exact):
@@ -162,7 +162,7 @@ def assert_fresh(latents, files, networks, job, exact):
 def test_any_session_gives_what_fresh_processes_give(files, networks, prefilled, seed):
     """And reports what a store without limits must find, no more and no less."""
     rng, job, made = random.Random(seed), Job(), {}  # chains of earlier runs, and whether each was made in one go
-    warm = Pipeline(files, keep_loaded=True, _loaded=networks)
+    warm = Pipeline(files, keep_loaded=True, networks=networks)
     for _ in range(11):
         prefilled.clear()
         latents, said = run(warm, job)
@@ -190,7 +190,7 @@ def head(chain, other):
 def test_a_short_budget_changes_no_picture(files, networks, prefilled, budget):
     rng, job, made = random.Random(budget), Job(cfg=2.0), {}
     sizes = {"none": 0, "a unit": 7 * TOKEN, "a prefix": 40 * TOKEN}
-    warm = Pipeline(files, keep_loaded=True, _loaded=networks, store=Store(sizes.get(budget, 0)))
+    warm = Pipeline(files, keep_loaded=True, networks=networks, store=Store(sizes.get(budget, 0)))
     for _ in range(7):
         if budget == "changing":
             warm.store.budget = rng.choice([*sizes.values(), 10**9])
@@ -212,7 +212,7 @@ def test_a_short_budget_changes_no_picture(files, networks, prefilled, budget):
 def test_two_hundred_runs_stay_within_the_budget(files, networks):
     """Beyond the budget nothing grows but what is remembered of texts and references, which has limits of its own."""
     rng, budget = random.Random(0), 100 * TOKEN
-    warm = Pipeline(files, keep_loaded=True, _loaded=networks, store=Store(budget))
+    warm = Pipeline(files, keep_loaded=True, networks=networks, store=Store(budget))
     gc.collect()
     before, resident = live_bytes(), []
     kinds = set()

@@ -159,12 +159,12 @@ def encoded(model):
     as plain values, latents."""
     pipeline = Pipeline(find_folder(model), keep_loaded=True)
     tokenizer, references = load_tokenizer(pipeline.files.tokenizer), prepare_references([picture(1), picture(2)], 32)
-    encoder, vae = pipeline._network("encoder"), pipeline._network("vae")
+    encoder, vae = pipeline.networks.get("encoder"), pipeline.networks.get("vae")
     with torch.inference_mode():
         texts = [encoder.encode(tokenizer, prompt, references) for prompt in ("a cat", "a dog", "two red cars")]
         latents = [pipeline._encode_picture(reference.image, Watch())[0] for reference in references]
     assert vae is not None
-    return pipeline._network("dit"), [(t, Origins(text_origin(t, "encoder")).facts()) for t in texts], latents
+    return pipeline.networks.get("dit"), [(t, Origins(text_origin(t, "encoder")).facts()) for t in texts], latents
 
 
 def through(store, dit, states, slots, latents, facts, codec="native"):

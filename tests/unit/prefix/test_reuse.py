@@ -309,7 +309,7 @@ def test_what_is_placed_on_the_device_fits_beside_a_step(dit, monkeypatch, free)
     def room():
         return capacity - store.nbytes(AWAY)
 
-    monkeypatch.setattr(Pipeline, "_free_bytes", lambda self: room())
+    monkeypatch.setattr("qwen21.pipeline.free_bytes", lambda device: room())
     pipeline = Pipeline(None, device=AWAY, store=store)
     prefix, _ = through(store, dit, on_device, place=pipeline.placement(working).place)
     assert prefix.kv_blocks == head
