@@ -167,10 +167,7 @@ def test_a_prefix_is_joined_where_there_is_room(tmp_path, monkeypatch, free, joi
     made = []
     join = PrefixService.lay_out
     monkeypatch.setattr(PrefixService, "lay_out", lambda self, *a: made.append(join(self, *a)) or made[-1])
-    placed = pipeline.placement(0)
-    monkeypatch.setattr(
-        Pipeline, "placement", lambda self, n: SimpleNamespace(spare=lambda: free, room=placed.room, place=placed.place)
-    )
+    monkeypatch.setattr(Placement, "spare", lambda self: free)
     got = pipeline.generate(request)
     assert [one is not None for one in made] == [joins]  # once, for all steps
     assert torch.equal(got.latents, wanted.latents)

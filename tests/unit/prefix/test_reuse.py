@@ -284,7 +284,7 @@ def test_the_rest_is_computed_behind_a_head_where_it_is_placed(dit, monkeypatch)
     original = DiT.prefill
 
     def prefill(self, *args, **kw):
-        seen.append((kw["storage"], len(kw["head"])))
+        seen.append((kw["storage"], len(kw["cached"])))
         return original(self, *args, **kw)
 
     monkeypatch.setattr(DiT, "prefill", prefill)
