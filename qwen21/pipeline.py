@@ -118,7 +118,7 @@ class Pipeline:
         start = self._encode_start(resolved, watch)
         latent, prefixes = self._sample(resolved, prompts, negative, references, start, watch)
         self.networks.release("dit")
-        pictures = self._decode(latent, watch)
+        pictures = images.kept_outside(self._decode(latent, watch), request.init_image, request.mask)
         self.networks.release("vae")
         manifest = build_manifest(self._run_facts(resolved), resolved, prompts[0].text.image_slots, prefixes)
         return Result(pictures, latent, manifest, prefixes)

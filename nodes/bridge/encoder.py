@@ -14,7 +14,7 @@ import comfy.ops
 import folder_paths
 import torch
 
-from ...qwen21.checkpoint.load import fill, find_encoder, module_of
+from ...qwen21.checkpoint.load import fill, find_encoder, module_of, trained_sizes
 from ...qwen21.encode_cache import ReferenceContexts
 from ...qwen21.errors import UserError
 from ...qwen21.inputs.prompt import Reference
@@ -28,16 +28,30 @@ class Qwen21Encoder:
     """Qwen3-VL and its tokenizer. `patcher` is what ComfyUI's memory management and caches know, `weights` how reports
     call them, `stored` the dtypes they lie in."""
 
-    def __init__(self, patcher: Any, tokenizer: Any, name: str, weights: str, stored: str) -> None:
+    def __init__(
+        self,
+        patcher: Any,
+        tokenizer: Any,
+        name: str,
+        weights: str,
+        stored: str,
+        trained_sizes: tuple[int, int] | None = None,
+    ) -> None:
         self.patcher = patcher
         self.tokenizer = tokenizer
         self.name = name
         self.weights = weights
+        self.trained_sizes = trained_sizes  # smallest and largest side in pixels, where the model says so
         module = patcher.model
         # what its states depend on besides their inputs
         self.identity = f"{module.made_of} {stored} {module.compute_dtype} {patcher.load_device.type}"
         self._features: OrderedDict[str, Any] = OrderedDict()
         self._contexts = ReferenceContexts()
+
+    def is_dynamic(self) -> bool:
+        """Core's caches ask before they let go of an output: a dynamic one costs no memory that it could give back."""
+        dynamic = getattr(self.patcher, "is_dynamic", None)
+        return bool(dynamic and dynamic())
 
     def encode(self, prompt: str, references: Sequence[Reference] = (), keep_image_pads: bool = False) -> Any:
         """`TextStates` of a prompt behind its references, on the encoder's device."""
@@ -88,7 +102,8 @@ def load_encoder(
     patcher = patcher_class(module, disable_dynamic)(module, load_device=load_device, offload_device=offload_device)
     patcher.cached_patcher_init = (_encoder_patcher, (path, dtype, device, keep))
     tokenizer = load_tokenizer(_tokenizer_folder(Path(path), part.config.text.vocabulary))
-    return Qwen21Encoder(patcher, tokenizer, part.checkpoint.path.name, stored_as(part, fp8), f"{weights} {fp8}")
+    path, stored = part.checkpoint.path, f"{weights} {fp8}"
+    return Qwen21Encoder(patcher, tokenizer, path.name, stored_as(part, fp8), stored, trained_sizes(part))
 
 
 def _encoder_patcher(path: str, dtype: str, device: str, keep: str, disable_dynamic: bool = False) -> Any:

@@ -5,17 +5,28 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...qwen21.memory.estimate import store_budget, working_bytes
-from ...qwen21.prefix import CODECS, ModelIdentity, Placement, Prefix, PrefixService, Reuse, RunLocal, kv_block_bytes
+from ...qwen21.prefix import (
+    CODECS,
+    ModelIdentity,
+    Placement,
+    Prefix,
+    PrefixService,
+    Reuse,
+    RunLocal,
+    Store,
+    kv_block_bytes,
+)
 from ...qwen21.system_memory import GIB
+from .condition import Conditions
 from .host import free_bytes, free_ram
 from .patch_digest import PatchDigest, Unseen, require_visible
+from .settings import PrefixSettings, settings_of, settings_warnings
 from .store_patcher import StorePatcher
 
 if TYPE_CHECKING:
@@ -23,27 +34,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OPTIONS = "qwen21_prefix"  # in transformer_options: the fields of PrefixSettings
-
-
-@dataclass(frozen=True)
-class PrefixSettings:
-    """How a MODEL keeps its prefixes. `budget` in GiB for all of them between runs, 0 for the default."""
-
-    cache: bool = True
-    device: str = "auto"
-    storage: str = "auto"
-    budget: float = 0.0
-
 
 class PrefixStore:
-    """A base model's store, as long-lived as the model."""
+    """A base model's store, as long-lived as the model, and a patcher of it for each device that the model ran on.
+
+    Nodes give a MODEL another device, or a run more of them, by other patchers of the model or by another model.
+    """
 
     def __init__(self, model: Any) -> None:
         self._owner = weakref.ref(model)  # ComfyUI wants models to go without the garbage collector
         self._conditions: weakref.WeakSet[Condition] = weakref.WeakSet()
         self._digest = PatchDigest()
-        self._patcher: StorePatcher | None = None
+        self.store = Store(store_budget())
+        self._patchers: dict[torch.device, StorePatcher] = {}
+        self.conditions = Conditions()
         self.device = torch.device("cpu")
         self.upcoming: Any = None
         self._counted: set[str] = set()
@@ -54,22 +58,23 @@ class PrefixStore:
 
     @property
     def patcher(self) -> StorePatcher:
-        if self._patcher is None:
-            self._patcher = StorePatcher(self.device)
-        return self._patcher
+        """Of the device that the model runs on."""
+        if self.device not in self._patchers:
+            self._patchers[self.device] = StorePatcher(self.device, self.store)
+        return self._patchers[self.device]
 
     def prefix(
         self, condition: Condition, row: int, x: Tensor, options: dict[str, Any], prefilling: dict[str, Any]
     ) -> tuple[Prefix, Reuse]:
         """The prefix of one text of a condition for targets like `x` [B, 64, h, w]. Called within the model's forward,
         where its weights, patches and hooks are in force; `prefilling` goes to `DiT.prefill`."""
-        settings = PrefixSettings(**options.get(OPTIONS, {}))
+        settings = settings_of(options)
+        self.device = self._model.current_patcher.load_device
         dit, inputs = self._model.diffusion_model, condition.inputs(row, x)
         tokens = inputs.layout.kv_block_tokens
         working = working_bytes(dit.config, x.shape[0], x.shape[-1] * x.shape[-2], tokens, x.dtype)
         placement = self._placement(settings, working, x.device)
-        store = self.patcher.store
-        store.budget = int(settings.budget * GIB) or store_budget()
+        self.store.budget = int(settings.budget * GIB) or store_budget()
 
         def identity(codec: str) -> ModelIdentity | RunLocal:
             if not settings.cache:
@@ -87,16 +92,27 @@ class PrefixStore:
         def free() -> int:
             return free_bytes(self._model.current_patcher, device)
 
-        return Placement(settings.device, device, working, self.patcher.store, free, free_ram, self.patcher.evict)
+        return Placement(settings.device, device, working, self.store, free, free_ram, self.patcher.evict)
 
     def _identity(self, patcher: Any, x: Tensor, codec: str, options: dict[str, Any]) -> ModelIdentity:
         require_visible(patcher, options)
         patches = self._digest.of(patcher.patches)
-        return ModelIdentity(self._model.diffusion_model.made_of, str(x.dtype), codec, patches, x.device.type)
+        made_of = self._model.diffusion_model.made_of
+        return ModelIdentity(made_of, str(x.dtype), codec, patches, str(x.device))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a run began: between runs nothing tells that a tensor still holds what it held."""
+        return self.upcoming is not None
 
     def begin(self, patcher: Any) -> None:
-        """Before a run, and before ComfyUI asks what it needs: `patcher` is about to sample."""
+        """Before a run, and before ComfyUI asks what it needs: `patcher` is about to sample. None after it."""
         self.upcoming, self._counted = patcher, set()
+        self.conditions.forget()
+        if patcher is not None:
+            self.device = patcher.load_device
+            for warning in settings_warnings(patcher.model_options.get("transformer_options", {})):
+                log.warning("Qwen-Image 2.1: %s", warning)
 
     def watch(self, condition: Condition) -> None:
         """A condition of the run: some guiders keep theirs where nobody else finds them."""
@@ -105,6 +121,7 @@ class PrefixStore:
     def end(self) -> None:
         """After a run: let go of its prefixes, which only the store may keep, and be ready to yield them."""
         self.upcoming = None
+        self.conditions.forget()
         for condition in self._conditions:
             condition.prefixes.clear()
         self.patcher.register()
@@ -114,7 +131,7 @@ class PrefixStore:
         without what another condition of the run was asked for before."""
         if self.upcoming is None:
             return 0
-        settings = PrefixSettings(**self.upcoming.model_options.get("transformer_options", {}).get(OPTIONS, {}))
+        settings = settings_of(self.upcoming.model_options.get("transformer_options", {}))
         if settings.device == "cpu":
             return 0
         config, dtype = self._model.diffusion_model.config, self._model.compute_dtype
@@ -134,12 +151,12 @@ class PrefixStore:
         """Key and tokens of the KV blocks of a text that are not on the device."""
         keys, tokens = condition.keys[row], condition.layout(row).kv_block_tokens
         present = 0
-        if self._patcher is not None and settings.cache and condition.stable:
+        if len(self.store) and settings.cache and condition.stable:
             x = torch.empty(0, dtype=self._model.compute_dtype, device=self.device)
             options = self.upcoming.model_options.get("transformer_options", {})
             with contextlib.suppress(Unseen):
                 identity = self._identity(self.upcoming, x, codec, options)
-                present = self._patcher.store.holds(identity, keys, self.device)
+                present = self.store.holds(identity, keys, self.device)
         return list(zip(keys, tokens, strict=True))[present:]
 
 

@@ -12,7 +12,7 @@ import comfy.ops
 import torch
 from torch import Tensor
 
-from ...qwen21.checkpoint.load import fill, find_vae, has_encoder
+from ...qwen21.checkpoint.load import fill, find_vae, has_encoder, trained_sizes
 from ...qwen21.config.networks import LATENT_PIXELS
 from ...qwen21.errors import UserError
 from ...qwen21.inputs.images import is_opaque, to_vae_pixels
@@ -45,7 +45,9 @@ class Qwen21VAE(Asked):
     upscale_ratio = LATENT_PIXELS
     not_video = True
 
-    def __init__(self, patcher: Any, dtype: torch.dtype, alpha: str, name: str) -> None:
+    def __init__(
+        self, patcher: Any, dtype: torch.dtype, alpha: str, name: str, trained_sizes: tuple[int, int] | None = None
+    ) -> None:
         self.patcher = patcher
         self.first_stage_model = patcher.model
         self.vae_dtype = dtype
@@ -53,11 +55,15 @@ class Qwen21VAE(Asked):
         self.output_device = comfy.model_management.intermediate_device()
         self.alpha = alpha
         self.name = name
-        # what its latents depend on besides their pixels
-        self.identity = f"{patcher.model.made_of} {dtype} {self.device.type}"
-        self._latents: OrderedDict[str, Tensor] = OrderedDict()
+        self.trained_sizes = trained_sizes  # smallest and largest side in pixels, where the model says so
+        self._latents: OrderedDict[tuple[str, str], Tensor] = OrderedDict()
 
-    def decode(self, samples: Tensor, vae_options: dict | None = None) -> Tensor:
+    @property
+    def identity(self) -> str:
+        """What its latents depend on besides their pixels. Core's SelectVAEDevice gives a copy another device."""
+        return f"{self.first_stage_model.made_of} {self.vae_dtype} {self.device}"
+
+    def decode(self, samples: Tensor, vae_options: dict | None = None, **_: Any) -> Tensor:
         """Pictures of raw latents; RGB or RGBA as the loader's `alpha` says."""
         budget = self._load(samples, decode=True)
         return self._picture(lambda z: vae_tiling.decode(self._vae, z, budget, check_cancel=check_cancel), samples)
@@ -68,7 +74,7 @@ class Qwen21VAE(Asked):
         self._load(samples, decode=True, tile=tile)
         return self._picture(lambda z: vae_tiling.decode_tiled(self._vae, z, tile, check_cancel), samples)
 
-    def encode(self, pixel_samples: Tensor) -> Tensor:
+    def encode(self, pixel_samples: Tensor, **_: Any) -> Tensor:
         """Raw latents of pictures [B, H, W, C]; without alpha they are opaque. Sides are cropped to multiples of 16."""
         pixels, notes = self._pixels(pixel_samples)
         budget = self._load(pixels, decode=False)
@@ -85,15 +91,16 @@ class Qwen21VAE(Asked):
 
     def encode_reference(self, reference: Reference) -> Tensor:
         """Raw latent [1, 64, h, w] of a reference; the last few are remembered by their pixels."""
-        if reference.digest not in self._latents:
+        key = reference.digest, self.identity
+        if key not in self._latents:
             pixels = to_vae_pixels(reference.image)
             budget = self._load(pixels, decode=False)
             latent = self._latent(lambda x: vae_tiling.encode(self._vae, x, budget, check_cancel=check_cancel), pixels)
-            self._latents[reference.digest] = latent
+            self._latents[key] = latent
             while len(self._latents) > KEPT_LATENTS:
                 self._latents.popitem(last=False)
-        self._latents.move_to_end(reference.digest)
-        return self._latents[reference.digest].clone()  # another node may change what it is given
+        self._latents.move_to_end(key)
+        return self._latents[key].clone()  # another node may change what it is given
 
     def spacial_compression_decode(self) -> int:
         return LATENT_PIXELS
@@ -186,7 +193,8 @@ def load_vae(path: str, dtype: str = "default", alpha: str = "auto", disable_dyn
     module.compute_dtype = weights
     patcher = patcher_class(module, disable_dynamic)(module, load_device=load_device, offload_device=offload_device)
     patcher.cached_patcher_init = (_vae_patcher, (path, dtype, alpha))
-    return Qwen21VAE(patcher, weights, alpha, part.checkpoint.path.name)
+    path = part.checkpoint.path
+    return Qwen21VAE(patcher, weights, alpha, path.name, trained_sizes(part))
 
 
 def _vae_patcher(path: str, dtype: str, alpha: str, disable_dynamic: bool = False) -> Any:
