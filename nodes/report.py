@@ -1,6 +1,6 @@
 """The sampler's report: what ran, what a rerun has to pin, and the same in a few lines for the node."""
 
-from ..qwen21.checkpoint.load import trained_sizes
+from ..qwen21.checkpoint.model_index import trained_sizes
 from ..qwen21.manifest import library_versions
 from ..qwen21.request import size_warning
 from ..qwen21.sampling.schedule import turbo_warnings

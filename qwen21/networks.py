@@ -105,6 +105,11 @@ class Networks:
     def _made_with(self, name: str, stamp: str) -> str:
         return f"{stamp} {self.vae_dtype if name == 'vae' else self.dtype} {self.fp8}"
 
+    def room(self) -> int:
+        """Free bytes where the networks compute."""
+        free = free_bytes(self.device)
+        return estimate.available_ram() if free is None else free
+
     @property
     def loaded(self) -> tuple[str, ...]:
         """Names of the networks that are in memory."""

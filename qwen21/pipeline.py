@@ -89,9 +89,8 @@ class Pipeline:
     _attend: tuple[str, AttentionFunction] | None = field(default=None, repr=False)
     # A few MiB each at most.
     _prompts: LRUCache[EncodedPrompt] = field(default_factory=lambda: LRUCache(32), repr=False)
-    _contexts: tuple[str, ReferenceContexts] = field(
-        default_factory=lambda: ("", ReferenceContexts()), repr=False
-    )  # and what made them
+    # With the name of the encoder that made them.
+    _contexts: tuple[str, ReferenceContexts] = field(default_factory=lambda: ("", ReferenceContexts()), repr=False)
     _references: LRUCache[EncodedReference] = field(default_factory=lambda: LRUCache(64), repr=False)
 
     def __post_init__(self) -> None:
@@ -206,7 +205,9 @@ class Pipeline:
         vae = self.networks.get("vae")
         pixels = images.to_vae_pixels(picture).to(self.device, self.networks.vae_dtype)
         self._reserve_for_vae(picture.size, decode=False)
-        return vae.normalise(vae_tiling.encode(vae, pixels, budget=self._vae_budget, check_cancel=watch.check_cancel))
+        return vae.normalise(
+            vae_tiling.encode(vae, pixels, budget=self.networks.room(), check_cancel=watch.check_cancel)
+        )
 
     def _sample(
         self,
@@ -288,7 +289,7 @@ class Pipeline:
             watch.check_cancel()
             self._reserve_for_vae((row.shape[-1] * vae.factor, row.shape[-2] * vae.factor), decode=True)
             pixels = vae_tiling.decode(
-                vae, vae.denormalise(row), budget=self._vae_budget, check_cancel=watch.check_cancel
+                vae, vae.denormalise(row), budget=self.networks.room(), check_cancel=watch.check_cancel
             )
             pictures += images.from_vae_pixels(pixels)
         return pictures
@@ -346,8 +347,3 @@ class Pipeline:
     def _reserve_for_vae(self, size: tuple[int, int], decode: bool) -> None:
         peak = vae_tiling.peak_bytes(self.files.vae.config, *size, self.networks.vae_dtype, decode=decode)
         self._reserve(int(peak * vae_tiling.WORKSPACE))
-
-    @property
-    def _vae_budget(self) -> int:
-        free = free_bytes(self.device)
-        return estimate.available_ram() if free is None else free

@@ -14,7 +14,8 @@ import comfy.ops
 import folder_paths
 import torch
 
-from ...qwen21.checkpoint.load import fill, find_encoder, module_of, trained_sizes
+from ...qwen21.checkpoint.load import fill, find_encoder, module_of
+from ...qwen21.checkpoint.model_index import trained_sizes
 from ...qwen21.encode_cache import ReferenceContexts
 from ...qwen21.errors import UserError
 from ...qwen21.inputs.prompt import Reference

@@ -15,7 +15,8 @@ import comfy.supported_models_base
 import torch
 from torch import Tensor
 
-from ...qwen21.checkpoint.load import Component, fill, find_dit, schedule_of
+from ...qwen21.checkpoint.load import Component, fill, find_dit
+from ...qwen21.checkpoint.model_index import schedule_of
 from ...qwen21.config.networks import ScheduleConfig
 from ...qwen21.errors import UserError
 from ...qwen21.memory.estimate import working_bytes

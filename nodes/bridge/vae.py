@@ -12,7 +12,8 @@ import comfy.ops
 import torch
 from torch import Tensor
 
-from ...qwen21.checkpoint.load import fill, find_vae, has_encoder, trained_sizes
+from ...qwen21.checkpoint.load import fill, find_vae, has_encoder
+from ...qwen21.checkpoint.model_index import trained_sizes
 from ...qwen21.config.networks import LATENT_PIXELS
 from ...qwen21.errors import UserError
 from ...qwen21.inputs.images import is_opaque, to_vae_pixels

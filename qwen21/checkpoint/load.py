@@ -15,7 +15,7 @@ from torch import nn
 from ..choices import COMPONENT_FOLDERS
 from ..config.json_keys import differences
 from ..config.networks import DiTConfig, EncoderConfig, ScheduleConfig, VAEConfig
-from ..config.validate import printable, sample_sigmas, short
+from ..config.validate import printable, short
 from ..errors import UserError
 from ..models.dit import DiT
 from ..models.vae import VAE
@@ -24,6 +24,7 @@ from ..ops.quantized import QuantLayers
 from .component import Component
 from .detect import SLOTS, Identity, expect, open_named
 from .fp8_policy import Fp8, is_block_layer, unmatched
+from .model_index import schedule_of, trained_sizes
 from .names import Source
 from .places import Places
 from .quant_formats import DTYPES, FLOATS
@@ -119,38 +120,6 @@ def _require_pipeline(folder: Path) -> None:
 def class_name(value: Any) -> str:
     """A `_class_name` as messages show it."""
     return printable(value) if isinstance(value, str) else short(value)
-
-
-def folder_schedule(folder: Path) -> tuple[ScheduleConfig, bool]:
-    """Schedule of a whole-model folder, and whether it is Turbo's: `sample_sigmas` mark it."""
-    index, scheduler = folder / "model_index.json", folder / "scheduler" / "scheduler_config.json"
-    sigmas = read_json(index).get("sample_sigmas")
-    if sigmas is not None:
-        with errors_naming(index):
-            sigmas = sample_sigmas(sigmas)
-    numbers = read_json(scheduler) if probe(scheduler) else {}
-    with errors_naming(scheduler):
-        return ScheduleConfig.from_diffusers(numbers, sigmas), sigmas is not None
-
-
-def schedule_of(dit: Component) -> tuple[ScheduleConfig, bool]:
-    """The schedule of a transformer, and whether it is Turbo: from the whole model around it, else from its name."""
-    folder = dit.checkpoint.path.parent
-    if is_folder(dit.checkpoint.path) and probe(folder / "model_index.json"):
-        return folder_schedule(folder)
-    return ScheduleConfig(), dit.identity.turbo_hint
-
-
-def trained_sizes(part: Component) -> tuple[int, int] | None:
-    """Smallest and largest side in pixels of the pictures that a transformer was trained on, where the whole-model
-    folder around it says so (`trained_sizes` in its model_index.json)."""
-    index = part.checkpoint.path.parent / "model_index.json"
-    if not probe(index):
-        return None
-    sizes = read_json(index).get("trained_sizes")
-    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(side) is int for side in sizes):
-        return None
-    return sizes[0], sizes[1]
 
 
 def find_dit(path: Path | str) -> Component:

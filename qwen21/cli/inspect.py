@@ -6,7 +6,8 @@ from collections import Counter
 from pathlib import Path
 
 from ..checkpoint.detect import SLOTS, Identity, identify, open_named
-from ..checkpoint.load import Component, class_name, component_of, folder_schedule, has_encoder, unused_tensors
+from ..checkpoint.load import Component, class_name, component_of, has_encoder, unused_tensors
+from ..checkpoint.model_index import folder_schedule
 from ..checkpoint.safetensors_file import Checkpoint, is_file, is_folder, read_json
 from ..choices import COMPONENTS
 from ..config.networks import DiTConfig

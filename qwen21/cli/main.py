@@ -17,7 +17,7 @@ from typing import NoReturn
 from .. import mini
 from ..choices import COMPONENT_FOLDERS
 from ..errors import UserError
-from . import arguments
+from . import arguments, from_arguments
 
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -148,17 +148,17 @@ def run_generate(a: argparse.Namespace) -> int:
     from .plan import settle
 
     jobs = session.expand(a, lambda words: build_parser().parse_args(["generate", *words]))
-    inputs = [path for job in jobs for path in arguments.inputs_of(job)]
+    inputs = [path for job in jobs for path in from_arguments.inputs_of(job)]
     for number, job in enumerate(jobs, 1):
         with session.naming(number, jobs):
             outputs.check_outputs(job.out, job.save_latent, job.batch, inputs)
     device = pick_device(a.device)
     pictures = Pictures(jobs)
     with session.naming(1, jobs):
-        first = arguments.opened_request(jobs[0], pictures.open)
+        first = from_arguments.opened_request(jobs[0], pictures.open)
     files = find_model(a)
     dtype, told = settle(a, jobs, files, first, pictures)
-    fp8, budget = arguments.fp8_of(a), arguments.budget_of(a)
+    fp8, budget = from_arguments.fp8_of(a), from_arguments.budget_of(a)
     loras = tuple((read_lora(path, files.dit.config), strength) for path, strength in a.lora)
     check_attention(a.attention, dtype, device)
     pipeline = Pipeline(
@@ -179,7 +179,7 @@ def run_generate(a: argparse.Namespace) -> int:
     for number, job in enumerate(jobs, 1):
         a.done = number - 1
         with session.naming(number, jobs, written=True):
-            request = first if number == 1 else arguments.opened_request(job, pictures.open)
+            request = first if number == 1 else from_arguments.opened_request(job, pictures.open)
             with ProgressBar() as bar:
                 for line in outputs.lost(job.out):
                     bar.warn(line)
@@ -274,7 +274,7 @@ def run_convert(a: argparse.Namespace) -> int:
     from ..checkpoint.convert import convert
 
     slot, path = ("dit", a.dit) if a.dit else ("encoder", a.encoder)
-    print(convert(slot, mini.located(path, slot), arguments.fp8_of(a), a.out, a.scales), flush=True)
+    print(convert(slot, mini.located(path, slot), from_arguments.fp8_of(a), a.out, a.scales), flush=True)
     return 0
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from PIL import Image
 
 from ..inputs import images
-from .arguments import pictures_of
+from .from_arguments import pictures_of
 
 SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 ORIENTATION = 0x0112

@@ -29,7 +29,7 @@ from ..sampling import cuda_graph
 from ..sampling.schedule import turbo_warnings
 from ..system_memory import GIB
 from . import outputs
-from .arguments import LARGEST_GIB, budget_of, fp8_of, inputs_of, opened_request
+from .from_arguments import LARGEST_GIB, budget_of, fp8_of, inputs_of, opened_request
 from .jobs import naming
 from .pictures import Pictures, Unread
 
