@@ -12,12 +12,25 @@ import torch
 from torch import Tensor
 
 from ...qwen21.errors import UserError
-from ...qwen21.prefix import Origins, Prefix, PrefixInputs, Reuse, kv_block_keys
+from ...qwen21.prefix import ContiguousKV, Origins, Prefix, PrefixInputs, Reuse, kv_block_keys
 from ...qwen21.sequence import PrefixLayout, prefix_layout, settle_slots
 from ..common import LATENTS, ORIGIN, SLOTS
 from ..titles import ENCODE_PROMPT
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RunPrefix:
+    """A prefix for one run and, where memory allows, the same laid out for all steps of targets of `tokens` tokens."""
+
+    prefix: Prefix
+    laid_out: ContiguousKV | None
+    tokens: int
+
+    def contiguous(self, target: Tensor) -> ContiguousKV | None:
+        """What a step of `target` [B, 64, h, w] reads in place of the prefix."""
+        return self.laid_out if target.shape[-1] * target.shape[-2] == self.tokens else None
 
 
 @dataclass(eq=False)
@@ -33,7 +46,7 @@ class Condition:
     slots: tuple[int, ...]
     keys: list[tuple[str, ...]]
     stable: bool = True  # False where hooks may change weights between steps, so that no prefix outlives its step
-    prefixes: dict[tuple[int, torch.device, int], Prefix] = field(default_factory=dict)  # by model, device and text
+    prefixes: dict[tuple[int, torch.device, int], RunPrefix] = field(default_factory=dict)  # by model, device and text
     reuse: dict[int, Reuse] = field(default_factory=dict)  # what became of each text's prefix
 
     @property

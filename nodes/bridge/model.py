@@ -21,12 +21,11 @@ from ...qwen21.config.networks import ScheduleConfig
 from ...qwen21.errors import UserError
 from ...qwen21.memory.estimate import working_bytes
 from ...qwen21.models.dit import DiT
-from ...qwen21.prefix import Prefix
 from ...qwen21.sampling.schedule import is_run_of, official_grid, turbo_sigmas, turbo_warnings
 from ..common import require_pictures
 from ..notices import tell, tell_of
 from .asked import Asked, NetworkConfig, refuse_end, refuse_training
-from .condition import Condition, OpaqueCond, has_states, require_states
+from .condition import Condition, OpaqueCond, RunPrefix, has_states, require_states
 from .host import COMPUTES, check_cancel, precision, stored_as, transformer_cast
 from .latents import Qwen21LatentFormat
 from .prefix_store import PrefixStore, note_reuse
@@ -86,11 +85,16 @@ class ComfyDiT(Asked, DiT):
         self.kernels = self._compiler.kernels(self.config, x, options)
         velocity = torch.empty_like(x)
         for row, rows in condition.rows(x.shape[0]):
-            prefix = self._prefix(kwargs["qwen21_model"], condition, row, x, options)
-            velocity[rows] = self.denoise(x[rows], timestep[0], prefix, attend=attention(options))
+            held = self._prefix(kwargs["qwen21_model"], condition, row, x, options)
+            contiguous = held.contiguous(x)
+            velocity[rows] = self.denoise(
+                x[rows], timestep[0], held.prefix, contiguous=contiguous, attend=attention(options)
+            )
         return velocity
 
-    def _prefix(self, model: Qwen21Model, condition: Condition, row: int, x: Tensor, options: dict[str, Any]) -> Prefix:
+    def _prefix(
+        self, model: Qwen21Model, condition: Condition, row: int, x: Tensor, options: dict[str, Any]
+    ) -> RunPrefix:
         """The prefix of one text of the condition: found or computed in a run's first step, let go at its end.
 
         `model` is the one that this transformer is of. Where several devices share a run, each has a model and a
@@ -100,11 +104,11 @@ class ComfyDiT(Asked, DiT):
         if place in condition.prefixes:
             return condition.prefixes[place]
         prefilling = {"attend": attention(options), "check_cancel": check_cancel}
-        prefix, reuse = model.prefix_store.prefix(condition, row, x, options, prefilling)
+        held, reuse = model.prefix_store.prefix(condition, row, x, options, prefilling)
         condition.reuse.setdefault(row, reuse)
         if reuse.kind != "off":
-            condition.prefixes[place] = prefix
-        return prefix
+            condition.prefixes[place] = held
+        return held
 
 
 class Qwen21Model(comfy.model_base.QwenImage):

@@ -15,7 +15,6 @@ from ...qwen21.prefix import (
     CODECS,
     ModelIdentity,
     Placement,
-    Prefix,
     PrefixService,
     Reuse,
     RunLocal,
@@ -23,7 +22,7 @@ from ...qwen21.prefix import (
     kv_block_bytes,
 )
 from ...qwen21.system_memory import GIB
-from .condition import Conditions
+from .condition import Conditions, RunPrefix
 from .host import free_bytes, free_ram
 from .patch_digest import PatchDigest, Unseen, require_visible
 from .settings import PrefixSettings, settings_of, settings_warnings
@@ -65,8 +64,9 @@ class PrefixStore:
 
     def prefix(
         self, condition: Condition, row: int, x: Tensor, options: dict[str, Any], prefilling: dict[str, Any]
-    ) -> tuple[Prefix, Reuse]:
-        """The prefix of one text of a condition for targets like `x` [B, 64, h, w]. Called within the model's forward,
+    ) -> tuple[RunPrefix, Reuse]:
+        """The prefix of one text of a condition for targets like `x` [B, 64, h, w], laid out for all steps where memory
+        allows. Called within the model's forward,
         where its weights, patches and hooks are in force; `prefilling` goes to `DiT.prefill`."""
         settings = settings_of(options)
         self.device = self._model.current_patcher.load_device
@@ -86,7 +86,10 @@ class PrefixStore:
             except Unseen as unseen:
                 return RunLocal("miss", f"kept for this run only: {unseen}")
 
-        return PrefixService(dit, placement, settings.storage, identity).get(inputs, **prefilling)
+        service, target = PrefixService(dit, placement, settings.storage, identity), x.shape[-1] * x.shape[-2]
+        prefix, reuse = service.get(inputs, **prefilling)
+        laid_out = None if reuse.kind == "off" else service.lay_out(prefix, target, x.dtype)
+        return RunPrefix(prefix, laid_out, target), reuse
 
     def _placement(self, settings: PrefixSettings, working: int, device: torch.device) -> Placement:
         def free() -> int:
