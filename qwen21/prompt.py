@@ -30,6 +30,7 @@ VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
 RESERVED_TOKENS = (IM_START, IM_END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD)
 TEMPORAL_PATCH = 2  # frames per vision patch; a picture fills all with itself
+PLACEHOLDER = re.compile(r"[<＜]\s*(?:image|img|picture|reference)[\s_#:.-]*(\d{1,3})\s*/?[>＞]", re.IGNORECASE)
 VISION_MERGE = SIZE_MULTIPLE // LATENT_PIXELS  # patches per vision token, each way
 
 Size = tuple[int, int]  # (width, height)
@@ -283,11 +284,17 @@ class TokenLayout:
 
 
 def placeholder_warnings(prompts: Iterable[str], references: int) -> list[str]:
-    """Of `<imageN>` in prompts that stand for none of the references."""
-    named = {int(number) for prompt in prompts for number in re.findall(r"<image(\d{1,3})>", prompt)}
-    strange = ", ".join(f"<image{number}>" for number in sorted(named) if not 1 <= number <= references)
-    there = "there is 1 reference" if references == 1 else f"there are {references or 'no'} references"
-    return [f"the prompt speaks of {strange}, but {there}"] if strange else []
+    """Of `<imageN>` in prompts that stand for none of the references, and of what was meant as such and is not."""
+    written = {match[0]: int(match[1]) for prompt in prompts for match in PLACEHOLDER.finditer(prompt)}
+    exact = sorted(number for text, number in written.items() if text == f"<image{number}>")
+    warnings = []
+    if strange := ", ".join(f"<image{number}>" for number in exact if not 1 <= number <= references):
+        there = "there is 1 reference" if references == 1 else f"there are {references or 'no'} references"
+        warnings.append(f"the prompt speaks of {strange}, but {there}")
+    if odd := {text: number for text, number in written.items() if text != f"<image{number}>"}:
+        right = ", ".join(f"<image{number}>" for number in sorted(set(odd.values())))
+        warnings.append(f"the prompt says {', '.join(odd)}, which names no reference: write {right}")
+    return warnings
 
 
 def layout_tokens(prompt: str, tokenizer: Tokenizer, grids: Sequence[tuple[int, int, int]] = ()) -> TokenLayout:
