@@ -155,7 +155,8 @@ def run_generate(a: argparse.Namespace) -> int:
         with session.naming(number, jobs):
             outputs.check_outputs(job.out, job.save_latent, 1, files.paths)
             # Every job, before the first is painted: this refuses what cannot be done.
-            make_plan(arguments.opened_request(job) if number > 1 else first, files)
+            plan = make_plan(arguments.opened_request(job) if number > 1 else first, files)
+            outputs.check_size(job.out, plan.size)
     fp8 = arguments.fp8_of(a)
     if fp8:
         check_keep(fp8, (files.dit, files.encoder))
@@ -171,6 +172,8 @@ def run_generate(a: argparse.Namespace) -> int:
         with session.naming(number, jobs, written=True):
             request = first if number == 1 else arguments.opened_request(job)
             with ProgressBar() as bar:
+                for line in outputs.lost(job.out):
+                    bar.warn(line)
                 result = pipeline.generate(request, Watch(on_step=bar.step, on_stage=bar.stage, on_warning=bar.warn))
             outputs.write({job.out: result}, job.save_latent)
         if number == 1 and a.compile:

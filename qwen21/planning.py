@@ -33,7 +33,7 @@ def run(a: argparse.Namespace, files: ModelFiles) -> int:
     """Print the plan, and write its picture where one is asked for."""
     inputs = [*inputs_of(a), *files.paths]
     outputs.check_outputs(a.out, a.save_latent, a.batch, inputs)
-    outputs.check_outputs(a.picture, None, 1, inputs)
+    outputs.check_outputs(a.picture, None, 1, inputs, (".png",))
     made, warnings = plan_of(a, files)
     for warning in warnings:
         print(f"qwen21: warning: {warning}", file=sys.stderr)
@@ -53,7 +53,7 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
     check_attention(a.attention, dtype, device)
     decided = decide(opened_request(a, Unread.of), files)
     files.check(encodes=decided.request.encodes)
-    references = [reference_size(*picture.size, a.resolution) for picture in decided.request.references]
+    references = [reference_size(*picture.size, decided.request.resolution) for picture in decided.request.references]
     tokenizer = load_tokenizer(files.tokenizer)
     grids = [(1, height // LATENT_PIXELS, width // LATENT_PIXELS) for width, height in references]
     prompts = [a.prompt or "", *([a.negative] if decided.guided else [])]
@@ -82,7 +82,8 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
         fused=free is not None,
         beside=sum(lora.checkpoint.nbytes for lora in loras),
     )
-    told = [*decided.warnings, *(line for lora in loras for line in lora.warnings)]
+    outputs.check_size(a.out, decided.size)
+    told = [*outputs.lost(a.out), *decided.warnings, *(line for lora in loras for line in lora.warnings)]
     gpu = free is not None
     told += without_effect(a.kv_device, gpu)
     if a.cuda_graph:

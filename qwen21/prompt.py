@@ -20,10 +20,11 @@ from PIL import Image
 
 from .config import LATENT_PIXELS, MAX_REFERENCES, SIZE_MULTIPLE
 from .errors import UserError
-from .images import to_rgba
+from .images import over_white, to_rgba
 from .options import CANVASES, FITS
 
 DEFAULT_RESOLUTION = 1024
+OWN_SIZE = 0  # a resolution: each picture keeps its size
 SYSTEM_PROMPT = "Comprehend and analyze the provided prompt."
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
@@ -58,9 +59,12 @@ def _positive(value: object, what: str, least: int = 1) -> int:
 def reference_size(width: int, height: int, resolution: int = DEFAULT_RESOLUTION) -> Size:
     """Size that a reference of width x height pixels is resized to: about resolution x resolution, same shape.
 
-    Both sides are multiples of 32, rounded half to even, and at least 32.
+    Both sides are multiples of 32, rounded half to even, and at least 32. Resolution 0 is the picture's own size, each
+    side rounded down.
     """
     ratio = _positive(width, "the picture's width") / _positive(height, "the picture's height")
+    if resolution == OWN_SIZE:
+        return tuple(max(SIZE_MULTIPLE, side // SIZE_MULTIPLE * SIZE_MULTIPLE) for side in (width, height))
     resolution = _positive(resolution, "the resolution", SIZE_MULTIPLE)
     ideal_width = math.sqrt(resolution * resolution * ratio)
     ideal_height = ideal_width / ratio  # from the unrounded width
@@ -82,6 +86,7 @@ def canvas_size(sizes: Sequence[Size], choice: str | Size = "last", resolution: 
 
     `sizes` are the references' own sizes, before resizing. Without references it is resolution x resolution. Explicit
     sizes are rounded down to multiples of 32, with a warning. Of equally large references the last one counts.
+    Resolution 0 is the reference's own size.
     """
     if not isinstance(choice, str):
         width, height = choice
@@ -89,6 +94,8 @@ def canvas_size(sizes: Sequence[Size], choice: str | Size = "last", resolution: 
     if choice not in CANVASES:
         raise UserError(f"the canvas is {choice!r}, expected 'last', 'first', 'largest' or a size as width and height")
     if not sizes:
+        if resolution == OWN_SIZE:
+            raise UserError(f"resolution {OWN_SIZE} keeps a picture's own size, but there is none; give --size")
         resolution = _positive(resolution, "the resolution", SIZE_MULTIPLE)
         return _floored(resolution, resolution)
     return Canvas(*reference_size(*sizes[followed(sizes, choice)], resolution))
@@ -150,9 +157,7 @@ class Reference:
     @property
     def over_white(self) -> Image.Image:
         """RGB copy for the vision tower, alpha composited over white in 8 bits."""
-        white = Image.new("RGB", self.image.size, (255, 255, 255))
-        white.paste(self.image, mask=self.image.getchannel("A"))
-        return white
+        return over_white(self.image)
 
     @property
     def width(self) -> int:
@@ -166,7 +171,9 @@ class Reference:
 
 
 def _unbent(size: Size, resolution: int) -> Size:
-    """About resolution x resolution pixels in exactly the shape of `size`, to a pixel."""
+    """About resolution x resolution pixels in exactly the shape of `size`, to a pixel; for 0 `size` itself."""
+    if resolution == OWN_SIZE:
+        return size
     scale = math.sqrt(resolution * resolution / math.prod(size))
     width, height = (max(1, round(side * scale)) for side in size)
     return width, height

@@ -13,6 +13,11 @@ def located(path: Path) -> Path:
     return WEIGHTS if str(path) == NAME and not path.exists() else path
 
 
+def size_known(transformer: Path) -> int | None:
+    """Pixels a side that a model is made for, where it is the miniature; `transformer` may be any part of it."""
+    return SMALLEST if transformer.is_relative_to(WEIGHTS) else None
+
+
 def size_warning(transformer: Path, size: tuple[int, int], references: Sequence[tuple[int, int]] = ()) -> str | None:
     """A line where the miniature is given another (width, height) than it knows, as output or as a reference's size
     after resizing."""
