@@ -1,5 +1,6 @@
 """Prompts: text and references in, conditioning and a canvas out."""
 
+import logging
 from dataclasses import replace
 
 import torch
@@ -23,6 +24,8 @@ from .common import (
 )
 from .latent import empty_latent
 from .references import encode_reference, latent_origins
+
+log = logging.getLogger(__name__)
 
 
 class Qwen21EncodePrompt(io.ComfyNode):
@@ -78,10 +81,14 @@ class Qwen21EncodePrompt(io.ComfyNode):
 
     @classmethod
     def execute(cls, encoder, prompt, references=None, vae=None, canvas="last", width=1024, height=1024, batch=1):
+        from ..qwen21.mini import strange_size
         from ..qwen21.prefix import Origins, content, text_origin
+        from ..qwen21.references import settled
 
         check_choices(canvas=(canvas, [*CANVASES, "size"]))
-        references = list(references or [])
+        references = settled(references or [], encoder.made_for)
+        if encoder.made_for and (warning := strange_size([each.image.size for each in references])):
+            log.warning("%s", warning)  # here, before the work, and once more in the sampler's report
         text = encoder.encode(prompt, references, keep_image_pads=vae is None)
         extra = {REPORT: report(encoder, prompt, references, text, vae)}
         latents = [encode_reference(vae, reference) for reference in references] if vae is not None else []

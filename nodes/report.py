@@ -39,7 +39,8 @@ def _model(model):
 def _warnings(model, size, schedule, extra, unguided):
     found = list(schedule.warnings)
     part = getattr(model.model, "part", None)
-    if part and (warning := size_warning(part.checkpoint.path, tuple(size))):
+    resized = [tuple(each["resized"]) for each in (extra.get(REPORT) or {}).get("references", [])]
+    if part and (warning := size_warning(part.checkpoint.path, tuple(size), resized)):
         found.append(warning)
     if PADS in extra:
         found.append("references were seen by the encoder alone: wire the VAE into Qwen21EncodePrompt")

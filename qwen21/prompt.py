@@ -123,13 +123,15 @@ class Reference:
     """A reference picture, resized once for both encoder and VAE.
 
     `original` is the (width, height) before resizing, `image` the resized RGBA picture, `digest` names its pixels,
-    `crop` the (width, height) of the picture itself from the top left: smaller than `image` where that was padded.
+    `crop` the (width, height) of the picture itself from the top left: smaller than `image` where that was padded,
+    `resolution` what it was resized by.
     """
 
     original: Size
     image: Image.Image
     digest: str
     crop: Size
+    resolution: int = DEFAULT_RESOLUTION
 
     @classmethod
     def prepare(cls, image: Image.Image, resolution: int = DEFAULT_RESOLUTION, fit: str = "resize") -> Reference:
@@ -147,7 +149,7 @@ class Reference:
         if fit == "mirror":
             resized = _mirrored(resized)
         digest = hashlib.sha256(f"{resized.width}x{resized.height}:".encode() + resized.tobytes()).hexdigest()
-        return cls(rgba.size, resized, digest, crop)
+        return cls(rgba.size, resized, digest, crop, resolution)
 
     @property
     def tokens(self) -> int:

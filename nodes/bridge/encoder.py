@@ -16,6 +16,7 @@ import torch
 from ...qwen21.checkpoint.load import fill, find_encoder, module_of
 from ...qwen21.encoded import KeptHeads
 from ...qwen21.errors import UserError
+from ...qwen21.mini import size_known
 from ...qwen21.prompt import Reference
 from .host import check_cancel, encoder_dtype, precision, stored_as
 from .quantized import LAYERS, patcher_class
@@ -26,11 +27,14 @@ KEPT_FEATURES = 16  # vision features remembered by the content of their pixels
 class Qwen21Encoder:
     """Qwen3-VL and its tokenizer. `patcher` is what ComfyUI's memory management and caches know."""
 
-    def __init__(self, patcher: Any, tokenizer: Any, name: str, weights: str, fingerprint: str) -> None:
+    def __init__(
+        self, patcher: Any, tokenizer: Any, name: str, weights: str, fingerprint: str, made_for: int | None = None
+    ) -> None:
         self.patcher = patcher
         self.tokenizer = tokenizer
         self.name = name
         self.weights = weights
+        self.made_for = made_for  # pixels a side, where the model knows one size alone
         module = patcher.model  # what its states depend on besides their inputs
         self.identity = f"{fingerprint} {module.compute_dtype} {patcher.load_device.type}"
         self._features: OrderedDict[str, Any] = OrderedDict()
@@ -86,7 +90,9 @@ def load_encoder(
     patcher.cached_patcher_init = (_encoder_patcher, (path, dtype, device, keep))
     tokenizer = load_tokenizer(_tokenizer_folder(Path(path), part.config.text.vocabulary))
     identity = f"{part.checkpoint.fingerprint} {weights} {fp8}"
-    return Qwen21Encoder(patcher, tokenizer, part.checkpoint.path.name, stored_as(part, fp8), identity)
+    return Qwen21Encoder(
+        patcher, tokenizer, part.checkpoint.path.name, stored_as(part, fp8), identity, size_known(part.checkpoint.path)
+    )
 
 
 def _encoder_patcher(path: str, dtype: str, device: str, keep: str, disable_dynamic: bool = False) -> Any:

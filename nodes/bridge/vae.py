@@ -17,6 +17,7 @@ from ...qwen21.checkpoint.load import fill, find_vae, has_encoder, module_of
 from ...qwen21.config import LATENT_PIXELS
 from ...qwen21.errors import UserError
 from ...qwen21.images import to_vae_pixels
+from ...qwen21.mini import size_known
 from ...qwen21.prompt import Reference
 from .host import check_cancel, free_bytes, vae_dtype
 from .quantized import patcher_class
@@ -34,7 +35,9 @@ class Qwen21VAE:
     upscale_ratio = LATENT_PIXELS
     not_video = True
 
-    def __init__(self, patcher: Any, dtype: torch.dtype, alpha: str, name: str, fingerprint: str) -> None:
+    def __init__(
+        self, patcher: Any, dtype: torch.dtype, alpha: str, name: str, fingerprint: str, made_for: int | None = None
+    ) -> None:
         self.patcher = patcher
         self.first_stage_model = patcher.model
         self.vae_dtype = dtype
@@ -42,6 +45,7 @@ class Qwen21VAE:
         self.output_device = comfy.model_management.intermediate_device()
         self.alpha = alpha
         self.name = name
+        self.made_for = made_for  # pixels a side, where the model knows one size alone
         self.identity = f"{fingerprint} {dtype} {self.device.type}"  # what its latents depend on besides their pixels
         self._latents: OrderedDict[str, Tensor] = OrderedDict()
 
@@ -167,7 +171,8 @@ def load_vae(path: str, dtype: str = "default", alpha: str = "auto", disable_dyn
     module.compute_dtype = weights
     patcher = patcher_class(module, disable_dynamic)(module, load_device=load_device, offload_device=offload_device)
     patcher.cached_patcher_init = (_vae_patcher, (path, dtype, alpha))
-    return Qwen21VAE(patcher, weights, alpha, part.checkpoint.path.name, part.checkpoint.fingerprint)
+    path, fingerprint = part.checkpoint.path, part.checkpoint.fingerprint
+    return Qwen21VAE(patcher, weights, alpha, path.name, fingerprint, size_known(path))
 
 
 def _vae_patcher(path: str, dtype: str, alpha: str, disable_dynamic: bool = False) -> Any:
