@@ -120,11 +120,12 @@ def test_a_resolution_that_is_not_chosen_is_that_of_the_one_before(comfy):
 
 @pytest.mark.parametrize("splice", [False, True], ids=["at once", "spliced"])
 def test_the_miniature_knows_the_size_of_a_reference(comfy, splice):
-    """And its canvas follows. The files of other models are 1024."""
-    parts = {"encoder": "Qwen21LoadEncoder", "vae": "Qwen21LoadVAE"}
-    graph = {name: node(kind, file=BUNDLED) for name, kind in parts.items()}
+    """And its canvas follows: 96 pixels are six latent cells."""
+    graph = {name: loaders()[name] for name in ("encoder", "vae")}
+    for loader in graph.values():
+        loader["inputs"]["file"] = BUNDLED
     graph |= {"image": picture(64, 64), "last": add("image", resolution=-1)}
-    graph["pos"] = prompt("x", references=["last", 0], **({} if splice else {"vae": ["vae", 0]}))
+    graph["pos"] = prompt("x", references=["last", 0], canvas="last", **({} if splice else {"vae": ["vae", 0]}))
     wires = {"conditioning": ["pos", 0], "references": ["last", 0], "vae": ["vae", 0]}
     graph |= {"spliced": node("Qwen21SpliceReferences", **wires)} if splice else {}
     run = comfy.run(graph | {"out": show("spliced" if splice else "pos"), "canvas": show("pos", 1)})
