@@ -28,9 +28,9 @@ def size_inputs(tooltip):
     return [io.Int.Input(name, tooltip=tooltip, **limits) for name in ("width", "height")]
 
 
-def resolution_input(tooltip):
+def resolution_input(tooltip, default=1024, least=32, step=32):
     """About how large references are: resolution x resolution pixels."""
-    return io.Int.Input("resolution", default=1024, min=32, max=4096, step=32, tooltip=tooltip)
+    return io.Int.Input("resolution", default=default, min=least, max=4096, step=step, tooltip=tooltip)
 
 
 def batch_input():

@@ -93,12 +93,17 @@ class Qwen21EncodePrompt(io.ComfyNode):
         cls, encoder, prompt, references=None, vae=None, canvas="last", width=1024, height=1024, batch=1,
         seen_by=SEERS[0],
     ):  # fmt: skip
+        from ..qwen21.mini import strange_size
         from ..qwen21.prefix import Origins, content, text_origin
+        from ..qwen21.references import settled
         from .bridge.latents import empty_latent
+        from .notices import tell
 
         check_choices(canvas=(canvas, [*CANVASES, "size"]), seen_by=(seen_by, SEERS))
         vae = None if seen_by == ENCODER_ONLY else vae
-        references = list(references or [])
+        references = settled(references or [], encoder.made_for)
+        if encoder.made_for and (warning := strange_size([each.image.size for each in references])):
+            tell([warning])  # here, before the work, and once more in the sampler's report
         text = encoder.encode(prompt, references, keep_image_pads=vae is None)
         extra = {REPORT: report(encoder, prompt, references, text, vae)}
         latents = [encode_reference(vae, reference) for reference in references] if vae is not None else []

@@ -31,8 +31,12 @@ class Qwen21AddReference(io.ComfyNode):
                 ),
                 References.Input("references", optional=True, tooltip="The references before this one."),
                 resolution_input(
-                    "The reference becomes about resolution x resolution pixels. Larger sees more and costs more"
-                    " memory."
+                    "The reference becomes about resolution x resolution pixels. Larger sees more and costs more "
+                    "memory. 0 keeps the picture's own size; -1 takes the resolution of the reference before, for the "
+                    "first 1024, or 96 with the miniature.",
+                    default=-1,
+                    least=-1,
+                    step=1,
                 ),
                 io.Combo.Input(
                     "fit",
@@ -63,15 +67,16 @@ class Qwen21AddReference(io.ComfyNode):
         )
 
     @classmethod
-    def execute(cls, image, mask=None, references=None, resolution=1024, fit="resize"):
+    def execute(cls, image, mask=None, references=None, resolution=-1, fit="resize"):
         from ..qwen21.images import with_mask
-        from ..qwen21.prompt import Reference, check_count
+        from ..qwen21.prompt import check_count
+        from ..qwen21.references import following
 
         chain = list(references or [])
         check_count(len(chain) + len(image))
         for i, picture in enumerate(image):
             alpha = None if mask is None else mask[min(i, len(mask) - 1)]
-            chain.append(Reference.prepare(with_mask(picture, alpha), resolution, fit))
+            chain.append(following(chain, with_mask(picture, alpha), resolution, fit))
         return io.NodeOutput(chain, *chain[-1].crop)
 
 
@@ -108,6 +113,7 @@ class Qwen21SpliceReferences(io.ComfyNode):
 def splice(states, extra, references, vae):
     """One entry of a CONDITIONING with its vision tokens replaced by slots and latents."""
     from ..qwen21.prefix import Origins, content
+    from ..qwen21.references import settled
     from ..qwen21.sequence import drop_spans
 
     pads = extra.pop(PADS, None)
@@ -117,6 +123,7 @@ def splice(states, extra, references, vae):
             f"this conditioning has no open slots: encode the prompt by '{ENCODE_PROMPT}' with the references and "
             "without a VAE, then splice"
         )
+    references = settled(references, getattr(vae, "made_for", None))
     if len(pads) != len(references):
         raise UserError(
             f"the prompt was encoded with {len(pads)} references but {len(references)} arrived; wire the same ones"

@@ -43,7 +43,8 @@ def warnings_of(model, positive, negative, schedule, size, cfg=1.0, unguided=Non
     found += schedule.warnings
     found += turbo_warnings(schedule.kind, schedule.steps, cfg, turbo_loras(model))
     part = getattr(model.model, "part", None)
-    if part and (warning := size_warning(part.checkpoint.path, tuple(size))):
+    resized = [tuple(each["resized"]) for each in (extra.get(REPORT) or {}).get("references", [])]
+    if part and (warning := size_warning(part.checkpoint.path, tuple(size), resized)):
         found.append(warning)
     if unguided:
         found.append(unguided)

@@ -269,7 +269,7 @@ def resolve_schedule(schedule, model):
 
 
 def choose_schedule(model, samples, schedule, steps, denoise, sigmas):
-    from ..qwen21.schedule import Schedule, custom_sigmas, make_schedule
+    from ..qwen21.schedule import Schedule, custom_schedule, make_schedule, unfinished
 
     tokens = samples.shape[-1] * samples.shape[-2]
     if sigmas is not None:
@@ -277,7 +277,7 @@ def choose_schedule(model, samples, schedule, steps, denoise, sigmas):
 
         official = official_sigmas(model, sigmas, tokens)  # BasicScheduler's simple grid, as KSampler's
         if official is not None:
-            return Schedule(official, resolve_schedule("auto", model)[0])
-        return Schedule(custom_sigmas(sigmas.tolist()), "custom")
+            return Schedule(official, resolve_schedule("auto", model)[0], unfinished(official))
+        return custom_schedule(sigmas.tolist(), tokens)
     kind, config = resolve_schedule(schedule, model)
     return make_schedule(kind, tokens, steps=steps, denoise=denoise, config=config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -90,8 +91,8 @@ def add_generate(p: argparse.ArgumentParser) -> None:
         "--resolution",
         metavar="R",
         type=int,
-        default=1024,
-        help="references and default output have about R x R pixels",
+        help="references and default output have about R x R pixels, 0: each reference keeps its own size, on the "
+        "grid of 32; default 1024, for the miniature 96",
     )
     picture.add_argument("--canvas", choices=CANVASES, default="last", help="which reference the output size follows")
     picture.add_argument("--batch", metavar="N", type=int, default=1, help="pictures per run")
@@ -102,7 +103,10 @@ def add_generate(p: argparse.ArgumentParser) -> None:
         help="start from this picture instead of pure noise, in its shape unless --size or --image give another",
     )
     picture.add_argument(
-        "--mask", metavar="F", type=Path, help="white where --init-image may change, black where it stays"
+        "--mask",
+        metavar="F",
+        type=Path,
+        help="white where --init-image may change, black where every pixel stays; grey blends",
     )
     picture.add_argument(
         "--denoise", metavar="D", type=float, default=1.0, help="how much of --init-image is redone, above 0 to 1"
@@ -113,11 +117,18 @@ def add_generate(p: argparse.ArgumentParser) -> None:
     sampling.add_argument("--steps", metavar="N", type=int, help="default 40; Turbo always runs 8")
     sampling.add_argument("--schedule", choices=SCHEDULES, default="auto", help="auto: Turbo for Turbo checkpoints")
     sampling.add_argument(
-        "--sigmas", metavar="S,S,...", type=_sigmas, help="a grid of your own, strictly falling within 1 and 0"
+        "--sigmas",
+        metavar="S,S,...",
+        type=_sigmas,
+        help="a grid of your own, strictly falling within 1 and 0, taken as it is; end it with 0",
     )
     sampling.add_argument(
-        "--cfg", metavar="C", type=float, default=1.0, help="guides above 1, and only with --negative"
+        "--shift",
+        metavar="MU|dynamic",
+        type=_shift,
+        help="shift --sigmas: by e^MU, or as the released schedule does at this size, but without its terminal sigma",
     )
+    sampling.add_argument("--cfg", metavar="C", type=float, default=1.0, help="guides above 1, which needs --negative")
     sampling.add_argument(
         "--cfg-range",
         metavar="A:B:CFG",
@@ -164,7 +175,10 @@ def add_generate(p: argparse.ArgumentParser) -> None:
 
     output = p.add_argument_group("output")
     output.add_argument(
-        "--out", metavar="FILE.png", type=Path, help="with --batch N or --repeat N: FILE-1.png to FILE-N.png"
+        "--out",
+        metavar="FILE.png",
+        type=Path,
+        help="a .png, lossless .webp, or .jpg over white; with --batch N or --repeat N: FILE-1.png to FILE-N.png",
     )
     output.add_argument("--save-latent", metavar="FILE.safetensors", type=Path)
     output.add_argument("--repeat", metavar="N", type=int, default=1, help="N runs, the seed one higher each time")
@@ -238,6 +252,7 @@ def request_of(a: argparse.Namespace) -> Request:
         steps=a.steps,
         schedule=a.schedule,
         sigmas=a.sigmas,
+        shift=a.shift,
         seed=a.seed,
         size=a.size,
         resolution=a.resolution,
@@ -326,6 +341,18 @@ def _sigmas(text: str) -> tuple[float, ...]:
         return tuple(float(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of sigmas, expected such as 1,0.7,0.3,0") from None
+
+
+def _shift(text: str) -> float | str:
+    from .schedule import DYNAMIC
+
+    try:
+        mu = text if text == DYNAMIC else float(text)
+    except ValueError:
+        mu = math.nan
+    if mu != DYNAMIC and not math.isfinite(mu):
+        raise argparse.ArgumentTypeError(f"{text!r} is no shift, expected a number such as 0.7, or {DYNAMIC}")
+    return mu
 
 
 def _cfg_range(text: str) -> GuidanceRange:

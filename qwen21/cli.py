@@ -168,6 +168,8 @@ def run_generate(a: argparse.Namespace) -> int:
         with session.naming(number, jobs, written=True):
             request = first if number == 1 else arguments.opened_request(job, pictures.open)
             with ProgressBar() as bar:
+                for line in outputs.lost(job.out):
+                    bar.warn(line)
                 result = pipeline.generate(request, Watch(on_step=bar.step, on_stage=bar.stage, on_warning=bar.warn))
             outputs.write({job.out: result}, job.save_latent)
         if number == 1 and a.compile:

@@ -1,4 +1,4 @@
-"""Pictures as 8-bit RGBA: read from files, written as PNG, turned into VAE pixels and back.
+"""Pictures as 8-bit RGBA: read from files, written as PNG, WebP or JPEG, turned into VAE pixels and back.
 
 Every user's picture becomes RGBA before anything else looks at it; the conversions to and from VAE pixels equal those
 of diffusers' `VaeImageProcessor` bit for bit.
@@ -7,6 +7,7 @@ of diffusers' `VaeImageProcessor` bit for bit.
 from __future__ import annotations
 
 import io
+import json
 import os
 import warnings
 from collections.abc import Mapping
@@ -14,13 +15,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image, ImageOps, PngImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, PngImagePlugin, UnidentifiedImageError
 
 from .errors import UserError
 from .writing import write_together
 
 # What people's pictures come in. Not Pillow's whole list: EPS starts a program, others are unmaintained parsers.
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
+SUFFIXES = (".png", ".webp", ".jpg", ".jpeg")  # of pictures that are written
+LARGEST_EXIF = 65533  # bytes in a JPEG
+LARGEST_WEBP = 16383  # pixels a side
 READABLE = "a PNG, JPEG or WebP picture"
 
 
@@ -137,6 +141,34 @@ def png_bytes(image: Image.Image | np.ndarray | torch.Tensor, text: Mapping[str,
     return stream.getvalue()
 
 
+def picture_bytes(image: Image.Image, suffix: str, text: Mapping[str, str] | None = None) -> bytes:
+    """A picture file of the kind that `suffix` names, one of `SUFFIXES`, with `text` in its metadata.
+
+    PNG and WebP are lossless and keep alpha, WebP also the colours of what is transparent; JPEG is over white. In WebP
+    and JPEG the text is JSON in EXIF's UserComment; a JPEG holds no more than 64 KiB of it, and then none at all.
+    """
+    if suffix == ".png":
+        return png_bytes(image, text)
+    exif = Image.Exif()
+    if text:
+        exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = b"ASCII\0\0\0" + json.dumps(dict(text)).encode()
+    stream = io.BytesIO()
+    if suffix == ".webp":
+        to_rgba(image).save(stream, "WEBP", lossless=True, exact=True, exif=exif)
+        return stream.getvalue()
+    known = exif.tobytes() if text else b""
+    kept = known if len(known) <= LARGEST_EXIF else b""
+    over_white(to_rgba(image)).save(stream, "JPEG", quality=95, subsampling=0, exif=kept)
+    return stream.getvalue()
+
+
+def over_white(image: Image.Image) -> Image.Image:
+    """RGB copy of an RGBA image, composited over white in 8 bits."""
+    white = Image.new("RGB", image.size, (255, 255, 255))
+    white.paste(image, mask=image.getchannel("A"))
+    return white
+
+
 def save_png(
     image: Image.Image | np.ndarray | torch.Tensor, path: str | os.PathLike[str], text: Mapping[str, str] | None = None
 ) -> None:
@@ -166,10 +198,37 @@ def fit(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 def latent_mask(mask: Image.Image, grid: tuple[int, int]) -> torch.Tensor:
     """Mask [1, 1, h, w] on a latent grid (h, w): 1 where the picture is white, 0 where it is black or transparent."""
+    return torch.nn.functional.interpolate(_whiteness(mask)[None, None], size=grid, mode="bilinear")
+
+
+def _whiteness(mask: Image.Image) -> torch.Tensor:
     rgba = to_rgba(mask)
     values = np.asarray(rgba.convert("L"), dtype=np.float32) * np.asarray(rgba.getchannel("A"), dtype=np.float32)
-    tensor = torch.from_numpy(values / 255.0**2)[None, None]
-    return torch.nn.functional.interpolate(tensor, size=grid, mode="bilinear")
+    return torch.from_numpy(values / 255.0**2)
+
+
+def kept_outside(
+    painted: list[Image.Image], picture: Image.Image | None, mask: Image.Image | None
+) -> list[Image.Image]:
+    """RGBA images `painted`, with the pixels of `picture` where `mask` is black, and a blend where it is grey.
+
+    Picture and mask are brought to the painted size. Colours blend by how opaque they are. Without a mask all is as
+    painted.
+    """
+    if picture is None or mask is None or not painted:
+        return painted
+    size = painted[0].size
+    white = torch.nn.functional.interpolate(_whiteness(mask)[None, None], size=size[::-1], mode="bilinear")
+    share, own = white[0, 0, :, :, None].double().numpy(), np.asarray(fit(picture, size)).astype(np.float64)
+    return [_blended(own, np.asarray(to_rgba(each)).astype(np.float64), share) for each in painted]
+
+
+def _blended(own: np.ndarray, painted: np.ndarray, share: np.ndarray) -> Image.Image:
+    """Pixels [H, W, 4], 0 to 255, of both: `share` [H, W, 1] of the painted ones."""
+    alpha = (1 - share) * own[..., 3:] + share * painted[..., 3:]
+    weight = np.divide(share * painted[..., 3:], alpha, out=share.copy(), where=alpha > 0)
+    colour = (1 - weight) * own[..., :3] + weight * painted[..., :3]
+    return Image.fromarray(np.concatenate([colour, alpha], axis=-1).round().astype(np.uint8))
 
 
 def is_opaque(opacity: torch.Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""What a run leaves on disk, and where it computes: PNGs with their manifest, latents, device and dtype choices."""
+"""What a run leaves on disk, and where it computes: pictures with their manifest, latents, device and dtype choices."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors.torch import save
 
+from .checked import printable
 from .checkpoint.packing import DTYPES
 from .config import MAX_BATCH
 from .errors import UserError
-from .images import png_bytes
+from .images import LARGEST_WEBP, SUFFIXES, picture_bytes
 from .writing import check_writable, write_together
 
 if TYPE_CHECKING:
     from .pipeline import Result
 
-MANIFEST_KEY = "qwen21"  # the PNG text chunk
+MANIFEST_KEY = "qwen21"  # the text chunk of a PNG, the key in other metadata
 
 
 def pick_device(name: str) -> torch.device:
@@ -54,13 +55,14 @@ def numbered(path: Path, i: int) -> Path:
 def write(results: Mapping[Path, Result], latent: Path | None = None) -> list[Path]:
     """Write the pictures of each result at its path, and the first one's latents; returns the pictures' paths.
 
-    The manifest travels in each picture's text chunk. All files appear together or none does.
+    The manifest travels in each picture's metadata. All files appear together or none does.
     """
     contents: dict[Path, bytes] = {}
     for out, result in results.items():
         text = {MANIFEST_KEY: json.dumps(result.manifest, ensure_ascii=False, allow_nan=False)}
         paths = names(out, len(result.images))
-        contents |= {path: png_bytes(image, text) for path, image in zip(paths, result.images, strict=True)}
+        pairs = zip(paths, result.images, strict=True)
+        contents |= {path: picture_bytes(image, path.suffix.lower(), text) for path, image in pairs}
     pictures = list(contents)
     if latent is not None:
         contents[latent] = latent_bytes(next(iter(results.values())).latents)
@@ -68,17 +70,38 @@ def write(results: Mapping[Path, Result], latent: Path | None = None) -> list[Pa
     return pictures
 
 
+def check_size(out: Path | None, size: tuple[int, int]) -> None:
+    """Refuse a picture of more pixels than its kind of file holds."""
+    if out is not None and out.suffix.lower() == ".webp" and max(size) > LARGEST_WEBP:
+        width, height = size
+        raise UserError(f"{str(out)!r}: WebP holds {LARGEST_WEBP} pixels a side, not {width}x{height}; write a .png")
+
+
+def lost(out: Path | None) -> list[str]:
+    """A line where the kind of file at `out` cannot hold all of a picture."""
+    if out is None or out.suffix.lower() not in (".jpg", ".jpeg"):
+        return []
+    return [f"{printable(out.name)}: a JPEG holds no transparency, so the picture goes over white; .webp and .png do"]
+
+
 def latent_bytes(latents: torch.Tensor) -> bytes:
     """A safetensors file of one fp32 tensor `latent` [B, 64, h, w], normalised as the transformer sees it."""
     return save({"latent": latents.float().cpu().contiguous()}, metadata={"space": "normalised"})
 
 
-def check_outputs(out: Path | None, latent: Path | None, pictures: int, inputs: Sequence[Path]) -> None:
-    """Refuse, before any work is done, outputs that cannot be written or that would destroy an input."""
-    paths = dict.fromkeys(names(out, pictures) if out else [], ".png") | ({latent: ".safetensors"} if latent else {})
-    for path, suffix in paths.items():
-        if path.suffix.lower() != suffix:
-            raise UserError(f"{str(path)!r}: the output's name must end in {suffix}")
+def check_outputs(
+    out: Path | None,
+    latent: Path | None,
+    pictures: int,
+    inputs: Sequence[Path],
+    suffixes: tuple[str, ...] = SUFFIXES,
+) -> None:
+    """Refuse, before any work is done, outputs that cannot be written or that would destroy an input. `out` ends in
+    one of `suffixes`."""
+    paths = dict.fromkeys(names(out, pictures) if out else [], suffixes)
+    for path, allowed in (paths | ({latent: (".safetensors",)} if latent else {})).items():
+        if path.suffix.lower() not in allowed:
+            raise UserError(f"{str(path)!r}: the output's name must end in {' or '.join(allowed)}")
         check_writable(path)
         for other in inputs:
             if path.exists() and other.exists() and path.samefile(other):

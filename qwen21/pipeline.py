@@ -106,7 +106,7 @@ class Pipeline:
         start = self._encode_start(plan, watch)
         latent, prefixes = self._sample(plan, prompts, negative, references, start, watch)
         self._release("dit")
-        pictures = self._decode(latent, watch)
+        pictures = images.kept_outside(self._decode(latent, watch), request.init_image, request.mask)
         self._release("vae")
         return Result(pictures, latent, build_manifest(self, plan, prompts[0].text, prefixes), prefixes)
 

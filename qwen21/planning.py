@@ -39,7 +39,7 @@ def run(a: argparse.Namespace, files: ModelFiles) -> int:
     """Print the plan, and write its picture where one is asked for; `EXIT_MISFIT` where the run does not fit."""
     inputs = [*inputs_of(a), *files.paths]
     outputs.check_outputs(a.out, a.save_latent, a.batch, inputs)
-    outputs.check_outputs(a.picture, None, 1, inputs)
+    outputs.check_outputs(a.picture, None, 1, inputs, (".png",))
     made, warnings = plan_of(a, files)
     for warning in warnings:
         print(f"qwen21: warning: {warning}", file=sys.stderr)
@@ -63,7 +63,8 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
     job = planner.job(a, decided)
     dtype, told = planner.dtype([job])
     made = planner.plan(job, dtype)
-    lines = [*decided.warnings, *(line for lora in planner.loras for line in lora.warnings)]
+    outputs.check_size(a.out, decided.size)
+    lines = [*outputs.lost(a.out), *decided.warnings, *(line for lora in planner.loras for line in lora.warnings)]
     strengths = [strength for _, strength in a.lora]
     turbo = [(lora.name, lora.turbo) for lora, s in zip(planner.loras, strengths, strict=True) if s and lora.turbo]
     lines += turbo_warnings(decided.schedule.kind, decided.schedule.steps, 1.0, turbo)
@@ -86,6 +87,7 @@ def settle(
         with naming(number, jobs):
             outputs.check_outputs(job.out, job.save_latent, 1, files.paths)
             decided.append(decide(opened_request(job, pictures.look) if number > 1 else first, files))
+            outputs.check_size(job.out, decided[-1].size)
     files.check(encodes=any(plan.request.encodes for plan in decided))
     planner = Planner(a, files, free_bytes(outputs.pick_device(a.device)))
     numbers: dict[Job, int] = {}
@@ -120,7 +122,9 @@ class Planner:
 
     def job(self, a: argparse.Namespace, decided: Plan) -> Job:
         """A job in numbers, by its own flags `a` and what was `decided` of them."""
-        references = [reference_size(*picture.size, a.resolution) for picture in decided.request.references]
+        references = [
+            reference_size(*picture.size, decided.request.resolution) for picture in decided.request.references
+        ]
         grids = [(1, height // LATENT_PIXELS, width // LATENT_PIXELS) for width, height in references]
         prompts = [a.prompt or "", *([a.negative] if decided.guided else [])]
         return Job.of(

@@ -20,16 +20,18 @@ from PIL import Image
 
 from .config import LATENT_PIXELS, MAX_REFERENCES, SIZE_MULTIPLE
 from .errors import UserError
-from .images import to_rgba
+from .images import over_white, to_rgba
 from .options import CANVASES, FITS
 
 DEFAULT_RESOLUTION = 1024
+OWN_SIZE = 0  # a resolution: each picture keeps its size
 SYSTEM_PROMPT = "Comprehend and analyze the provided prompt."
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
 RESERVED_TOKENS = (IM_START, IM_END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD)
 TEMPORAL_PATCH = 2  # frames per vision patch; a picture fills all with itself
+PLACEHOLDER = re.compile(r"[<＜]\s*(?:image|img|picture|reference)[\s_#:.-]*(\d{1,3})\s*/?[>＞]", re.IGNORECASE)
 VISION_MERGE = SIZE_MULTIPLE // LATENT_PIXELS  # patches per vision token, each way
 
 Size = tuple[int, int]  # (width, height)
@@ -57,9 +59,12 @@ def _positive(value: object, what: str, least: int = 1) -> int:
 def reference_size(width: int, height: int, resolution: int = DEFAULT_RESOLUTION) -> Size:
     """Size that a reference of width x height pixels is resized to: about resolution x resolution, same shape.
 
-    Both sides are multiples of 32, rounded half to even, and at least 32.
+    Both sides are multiples of 32, rounded half to even, and at least 32. Resolution 0 is the picture's own size, each
+    side rounded down.
     """
     ratio = _positive(width, "the picture's width") / _positive(height, "the picture's height")
+    if resolution == OWN_SIZE:
+        return tuple(max(SIZE_MULTIPLE, side // SIZE_MULTIPLE * SIZE_MULTIPLE) for side in (width, height))
     resolution = _positive(resolution, "the resolution", SIZE_MULTIPLE)
     ideal_width = math.sqrt(resolution * resolution * ratio)
     ideal_height = ideal_width / ratio  # from the unrounded width
@@ -81,6 +86,7 @@ def canvas_size(sizes: Sequence[Size], choice: str | Size = "last", resolution: 
 
     `sizes` are the references' own sizes, before resizing. Without references it is resolution x resolution. Explicit
     sizes are rounded down to multiples of 32, with a warning. Of equally large references the last one counts.
+    Resolution 0 is the reference's own size.
     """
     if not isinstance(choice, str):
         width, height = choice
@@ -88,6 +94,8 @@ def canvas_size(sizes: Sequence[Size], choice: str | Size = "last", resolution: 
     if choice not in CANVASES:
         raise UserError(f"the canvas is {choice!r}, expected 'last', 'first', 'largest' or a size as width and height")
     if not sizes:
+        if resolution == OWN_SIZE:
+            raise UserError(f"resolution {OWN_SIZE} keeps a picture's own size, but there is none; give --size")
         resolution = _positive(resolution, "the resolution", SIZE_MULTIPLE)
         return _floored(resolution, resolution)
     return Canvas(*reference_size(*sizes[followed(sizes, choice)], resolution))
@@ -115,13 +123,15 @@ class Reference:
     """A reference picture, resized once for both encoder and VAE.
 
     `original` is the (width, height) before resizing, `image` the resized RGBA picture, `digest` names its pixels,
-    `crop` the (width, height) of the picture itself from the top left: smaller than `image` where that was padded.
+    `crop` the (width, height) of the picture itself from the top left: smaller than `image` where that was padded,
+    `resolution` what it was resized by.
     """
 
     original: Size
     image: Image.Image
     digest: str
     crop: Size
+    resolution: int = DEFAULT_RESOLUTION
 
     @classmethod
     def prepare(cls, image: Image.Image, resolution: int = DEFAULT_RESOLUTION, fit: str = "resize") -> Reference:
@@ -139,7 +149,7 @@ class Reference:
         if fit == "mirror":
             resized = _mirrored(resized)
         digest = hashlib.sha256(f"{resized.width}x{resized.height}:".encode() + resized.tobytes()).hexdigest()
-        return cls(rgba.size, resized, digest, crop)
+        return cls(rgba.size, resized, digest, crop, resolution)
 
     @property
     def tokens(self) -> int:
@@ -149,9 +159,7 @@ class Reference:
     @property
     def over_white(self) -> Image.Image:
         """RGB copy for the vision tower, alpha composited over white in 8 bits."""
-        white = Image.new("RGB", self.image.size, (255, 255, 255))
-        white.paste(self.image, mask=self.image.getchannel("A"))
-        return white
+        return over_white(self.image)
 
     @property
     def width(self) -> int:
@@ -165,7 +173,9 @@ class Reference:
 
 
 def _unbent(size: Size, resolution: int) -> Size:
-    """About resolution x resolution pixels in exactly the shape of `size`, to a pixel."""
+    """About resolution x resolution pixels in exactly the shape of `size`, to a pixel; for 0 `size` itself."""
+    if resolution == OWN_SIZE:
+        return size
     scale = math.sqrt(resolution * resolution / math.prod(size))
     width, height = (max(1, round(side * scale)) for side in size)
     return width, height
@@ -283,11 +293,17 @@ class TokenLayout:
 
 
 def placeholder_warnings(prompts: Iterable[str], references: int) -> list[str]:
-    """Of `<imageN>` in prompts that stand for none of the references."""
-    named = {int(number) for prompt in prompts for number in re.findall(r"<image(\d{1,3})>", prompt)}
-    strange = ", ".join(f"<image{number}>" for number in sorted(named) if not 1 <= number <= references)
-    there = "there is 1 reference" if references == 1 else f"there are {references or 'no'} references"
-    return [f"the prompt speaks of {strange}, but {there}"] if strange else []
+    """Of `<imageN>` in prompts that stand for none of the references, and of what was meant as such and is not."""
+    written = {match[0]: int(match[1]) for prompt in prompts for match in PLACEHOLDER.finditer(prompt)}
+    exact = sorted(number for text, number in written.items() if text == f"<image{number}>")
+    warnings = []
+    if strange := ", ".join(f"<image{number}>" for number in exact if not 1 <= number <= references):
+        there = "there is 1 reference" if references == 1 else f"there are {references or 'no'} references"
+        warnings.append(f"the prompt speaks of {strange}, but {there}")
+    if odd := {text: number for text, number in written.items() if text != f"<image{number}>"}:
+        right = ", ".join(f"<image{number}>" for number in sorted(set(odd.values())))
+        warnings.append(f"the prompt says {', '.join(odd)}, which names no reference: write {right}")
+    return warnings
 
 
 def layout_tokens(prompt: str, tokenizer: Tokenizer, grids: Sequence[tuple[int, int, int]] = ()) -> TokenLayout:

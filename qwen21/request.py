@@ -10,8 +10,9 @@ from PIL import Image
 from .checkpoint.load import ModelFiles
 from .config import LATENT_PIXELS, MAX_BATCH
 from .errors import UserError
-from .mini import size_warning
+from .mini import size_known, size_warning
 from .prompt import (
+    DEFAULT_RESOLUTION,
     Reference,
     Size,
     canvas_size,
@@ -21,7 +22,7 @@ from .prompt import (
     reference_size,
 )
 from .sampler import GuidanceRange, guidance, guides, noise_seed
-from .schedule import Schedule, custom_sigmas, make_schedule, turbo_warnings
+from .schedule import DYNAMIC, Schedule, custom_schedule, make_schedule, turbo_warnings
 
 MAX_STEPS = 1000
 SEEDS = 2**64
@@ -46,9 +47,10 @@ class Request:
     steps: int | None = None
     schedule: str = "auto"
     sigmas: tuple[float, ...] | None = None
+    shift: float | str | None = None  # of `sigmas`: mu, or dynamic
     seed: int = 0
     size: tuple[int, int] | None = None
-    resolution: int = 1024
+    resolution: int | None = None  # 0 is each picture's own size, None what the model is made for
     canvas: str = "last"
     batch: int = 1
     edit_noise: str = "decorrelated"
@@ -92,24 +94,27 @@ class Plan:
 def make_plan(request: Request, files: ModelFiles) -> Plan:
     """Check a request and decide sizes, schedule, guidance and noise. Loads nothing."""
     decided = decide(request, files)
-    return replace(decided, references=tuple(prepare_references(request.references, request.resolution)))
+    return replace(decided, references=tuple(prepare_references(request.references, decided.request.resolution)))
 
 
 def decide(request: Request, files: ModelFiles) -> Plan:
     """The plan but for its references. Of the request's pictures only `size` is asked, so none has to be read."""
     warnings: list[str] = []
+    if request.resolution is None:
+        known = size_known(files.dit.checkpoint.path)
+        request = replace(request, resolution=known or DEFAULT_RESOLUTION)
     _check_request(request)
     size = _canvas(request, warnings)
     warnings += _stretched(request, size)
     schedule = _schedule(request, files, size[0] * size[1] // LATENT_PIXELS**2)
     warnings += schedule.warnings
     resized = [reference_size(*picture.size, request.resolution) for picture in request.references]
-    warnings += placeholder_warnings(request.prompt_list, len(resized))
+    warnings += placeholder_warnings([*request.prompt_list, request.negative or ""], len(resized))
     if warning := size_warning(files.dit.checkpoint.path, size, resized):
         warnings.append(warning)
     cfg = guidance(schedule.steps, request.cfg, request.cfg_ranges)
     if any(guides(value) for value in cfg) and request.negative is None:
-        warnings.append("CFG above 1 is without effect: there is no negative prompt (give --negative, '' will do)")
+        raise UserError(f"cfg is {max(cfg):g} but there is no negative prompt; give --negative ('' will do), or cfg 1")
     if request.negative is not None and not any(guides(value) for value in cfg):
         warnings.append("the negative prompt is unused: it needs a CFG above 1")
     if request.negative is not None:
@@ -125,7 +130,11 @@ def _check_request(request: Request) -> None:
         raise UserError(f"steps is {request.steps}, expected at most {MAX_STEPS}")
     if request.sigmas is not None and len(request.sigmas) > MAX_STEPS + 1:
         raise UserError(f"got {len(request.sigmas)} sigmas, expected at most {MAX_STEPS + 1}, for {MAX_STEPS} steps")
-    if any(side > MAX_SIDE for side in (*(request.size or ()), request.resolution)):
+    sides = [*(request.size or ()), request.resolution]
+    if request.resolution == 0:
+        start = [] if request.init_image is None else [request.init_image]
+        sides += [side for picture in (*request.references, *start) for side in picture.size]
+    if max(sides) > MAX_SIDE:
         raise UserError(f"sizes and resolution are at most {MAX_SIDE} pixels a side; choose smaller ones")
     for cfg in (request.cfg, *(r.cfg for r in request.cfg_ranges)):
         if not math.isfinite(cfg):
@@ -138,6 +147,10 @@ def _check_request(request: Request) -> None:
         raise UserError(f"denoise {request.denoise:g} keeps part of a picture; give that picture with --init-image")
     if 0 < request.denoise < MIN_DENOISE:
         raise UserError(f"denoise is {request.denoise:g}, expected at least {MIN_DENOISE:g}")
+    if request.shift is not None and request.sigmas is None:
+        raise UserError(f"a shift of {request.shift} is for a grid of your own; give that grid with --sigmas")
+    if isinstance(request.shift, str) and request.shift != DYNAMIC:
+        raise UserError(f"shift is {request.shift!r}, expected a number or {DYNAMIC}")
     if request.sigmas is not None and (request.steps is not None or request.denoise != 1):
         raise UserError("a grid of sigmas already says steps and denoise; leave --steps and --denoise out")
 
@@ -179,7 +192,7 @@ def _by(size: Size) -> str:
 
 def _schedule(request: Request, files: ModelFiles, tokens: int) -> Schedule:
     if request.sigmas is not None:
-        return Schedule(custom_sigmas(request.sigmas), "custom")
+        return custom_schedule(request.sigmas, tokens, request.shift, files.schedule)
     kind = request.schedule
     if kind == "auto":
         kind = "turbo" if files.turbo else "base"

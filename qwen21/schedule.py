@@ -14,6 +14,8 @@ from .checked import require_falling, short
 from .config import ScheduleConfig
 from .errors import UserError
 
+DYNAMIC = "dynamic"  # the released shift of a size, by name
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -61,6 +63,37 @@ def shift(tokens: int, config: ScheduleConfig = ScheduleConfig()) -> float:
 def turbo_sigmas(config: ScheduleConfig = ScheduleConfig()) -> Tensor:
     """Turbo's fixed sigmas and the final 0, the same at every size."""
     return torch.tensor([*config.turbo_sigmas, 0.0], dtype=torch.float32)
+
+
+def custom_schedule(
+    values: Sequence[float], tokens: int, mu: float | str | None = None, config: ScheduleConfig = ScheduleConfig()
+) -> Schedule:
+    """A grid given by hand for a target of `tokens` latent tokens, as it is or shifted.
+
+    `mu` is the exponential time shift, `dynamic` the released one of this size; nothing is stretched to a terminal
+    sigma. A warning says where the grid ends above 0.
+    """
+    sigmas = custom_sigmas(values)
+    if mu is not None:
+        sigmas = shifted(sigmas, shift(tokens, config) if mu == DYNAMIC else float(mu))
+    return Schedule(sigmas, "custom", unfinished(sigmas))
+
+
+def shifted(sigmas: Tensor, mu: float) -> Tensor:
+    """Sigmas under the exponential time shift `mu`, bit-equal to diffusers' scheduler; 1 and 0 stay where they are."""
+    s, e = sigmas.numpy(), math.exp(min(max(mu, -80.0), 80.0))  # far beyond any of use; overflows at 710
+    with np.errstate(divide="ignore"):  # 1 / 0, which comes out as 0
+        moved = e / (e + (1 / s - 1))
+    require_falling(moved.tolist(), f"sigmas shifted by {mu:g}")
+    return torch.from_numpy(moved)
+
+
+def unfinished(sigmas: Tensor) -> tuple[str, ...]:
+    """A line where a grid ends above 0."""
+    end = float(sigmas[-1])
+    if end <= 0:
+        return ()
+    return (f"the sigmas end at {end:.4g}, not at 0, so that much noise stays in the picture: end them with 0",)
 
 
 def custom_sigmas(values: Sequence[float]) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 from ...qwen21.checkpoint.load import fill, find_encoder, module_of
 from ...qwen21.encoded import KeptHeads
 from ...qwen21.errors import UserError
+from ...qwen21.mini import size_known
 from ...qwen21.prompt import Reference
 from .host import check_cancel, encoder_dtype, precision, stored_as
 from .quantized import LAYERS, patcher_class
@@ -28,11 +29,14 @@ class Qwen21Encoder:
     """Qwen3-VL and its tokenizer. `patcher` is what ComfyUI's memory management and caches know, `weights` how reports
     call them, `stored` the dtypes they lie in."""
 
-    def __init__(self, patcher: Any, tokenizer: Any, name: str, weights: str, stored: str) -> None:
+    def __init__(
+        self, patcher: Any, tokenizer: Any, name: str, weights: str, stored: str, made_for: int | None = None
+    ) -> None:
         self.patcher = patcher
         self.tokenizer = tokenizer
         self.name = name
         self.weights = weights
+        self.made_for = made_for  # pixels a side, where the model knows one size alone
         module = patcher.model
         # what its states depend on besides their inputs
         self.identity = f"{module.made_of} {stored} {module.compute_dtype} {patcher.load_device.type}"
@@ -88,7 +92,8 @@ def load_encoder(
     patcher = patcher_class(module, disable_dynamic)(module, load_device=load_device, offload_device=offload_device)
     patcher.cached_patcher_init = (_encoder_patcher, (path, dtype, device, keep))
     tokenizer = load_tokenizer(_tokenizer_folder(Path(path), part.config.text.vocabulary))
-    return Qwen21Encoder(patcher, tokenizer, part.checkpoint.path.name, stored_as(part, fp8), f"{weights} {fp8}")
+    path, stored = part.checkpoint.path, f"{weights} {fp8}"
+    return Qwen21Encoder(patcher, tokenizer, path.name, stored_as(part, fp8), stored, size_known(path))
 
 
 def _encoder_patcher(path: str, dtype: str, device: str, keep: str, disable_dynamic: bool = False) -> Any:

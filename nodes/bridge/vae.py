@@ -17,6 +17,7 @@ from ...qwen21.checkpoint.load import fill, find_vae, has_encoder
 from ...qwen21.config import LATENT_PIXELS
 from ...qwen21.errors import UserError
 from ...qwen21.images import is_opaque, to_vae_pixels
+from ...qwen21.mini import size_known
 from ...qwen21.prompt import Reference
 from ...qwen21.vae import VAE
 from .asked import Asked
@@ -45,7 +46,7 @@ class Qwen21VAE(Asked):
     upscale_ratio = LATENT_PIXELS
     not_video = True
 
-    def __init__(self, patcher: Any, dtype: torch.dtype, alpha: str, name: str) -> None:
+    def __init__(self, patcher: Any, dtype: torch.dtype, alpha: str, name: str, made_for: int | None = None) -> None:
         self.patcher = patcher
         self.first_stage_model = patcher.model
         self.vae_dtype = dtype
@@ -53,6 +54,7 @@ class Qwen21VAE(Asked):
         self.output_device = comfy.model_management.intermediate_device()
         self.alpha = alpha
         self.name = name
+        self.made_for = made_for  # pixels a side, where the model knows one size alone
         # what its latents depend on besides their pixels
         self.identity = f"{patcher.model.made_of} {dtype} {self.device.type}"
         self._latents: OrderedDict[str, Tensor] = OrderedDict()
@@ -186,7 +188,8 @@ def load_vae(path: str, dtype: str = "default", alpha: str = "auto", disable_dyn
     module.compute_dtype = weights
     patcher = patcher_class(module, disable_dynamic)(module, load_device=load_device, offload_device=offload_device)
     patcher.cached_patcher_init = (_vae_patcher, (path, dtype, alpha))
-    return Qwen21VAE(patcher, weights, alpha, part.checkpoint.path.name)
+    path = part.checkpoint.path
+    return Qwen21VAE(patcher, weights, alpha, path.name, size_known(path))
 
 
 def _vae_patcher(path: str, dtype: str, alpha: str, disable_dynamic: bool = False) -> Any:

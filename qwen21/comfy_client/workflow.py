@@ -25,6 +25,7 @@ class Workflow:
             raise UserError(f"{file}: cannot be read ({error.strerror}); give a workflow in API format") from error
         except ValueError as error:
             raise UserError(f"{file}: not JSON ({error}); give a workflow in API format") from error
+        nodes = _unwrapped(nodes)
         if isinstance(nodes, dict) and isinstance(nodes.get("nodes"), list):
             raise UserError(f"{file}: a workflow in the editor's format, expected the API format; {EXPORT}")
         if not isinstance(nodes, dict) or not nodes:
@@ -90,6 +91,13 @@ class Workflow:
     def _unknown(self, flag: str, name: str) -> NoReturn:
         listed = ", ".join(self.label(node) for node in self.nodes)
         raise UserError(f"{flag}: the workflow has no node {name!r}; it has {listed}")
+
+
+def _unwrapped(content: Any) -> Any:
+    """The nodes in `{"prompt": {...}}`, the form that servers take; anything else as it is. A node may be called
+    `prompt` too: it has a class."""
+    inner = content.get("prompt") if isinstance(content, dict) else None
+    return inner if isinstance(inner, dict) and "class_type" not in inner else content
 
 
 def _title(node: dict[str, Any]) -> str:

@@ -18,12 +18,20 @@ def located(path: Path, slot: str | None = None) -> Path:
     return WEIGHTS / COMPONENT_FOLDERS[slot] if slot else WEIGHTS
 
 
+def size_known(transformer: Path) -> int | None:
+    """Pixels a side that a model is made for, where it is the miniature; `transformer` may be any part of it."""
+    return SMALLEST if transformer.is_relative_to(WEIGHTS) else None
+
+
 def size_warning(transformer: Path, size: tuple[int, int], references: Sequence[tuple[int, int]] = ()) -> str | None:
     """A line where the miniature is given another (width, height) than it knows, as output or as a reference's size
     after resizing."""
-    if not transformer.is_relative_to(WEIGHTS):
-        return None
-    named = [(size, "a picture"), *((reference, "a reference") for reference in references)]
+    return strange_size(references, size) if size_known(transformer) else None
+
+
+def strange_size(references: Sequence[tuple[int, int]], size: tuple[int, int] | None = None) -> str | None:
+    """A line where the miniature does not know references of such sizes, or an output of such a one."""
+    named = [*([(size, "a picture")] if size else []), *((reference, "a reference") for reference in references)]
     for (width, height), what in named:
         if not (SMALLEST <= width <= LARGEST and SMALLEST <= height <= LARGEST):
             return (

@@ -137,7 +137,8 @@ word in the file's name; if you renamed the file, choose *turbo*."""
 
 def edit(schemas: dict[str, Schema]) -> Graph:
     text = """The prompt says what to change and calls the picture `<image1>`. The result has the reference's shape, at
-about resolution x resolution pixels; for another one set **canvas** to *size* and choose width and height."""
+about resolution x resolution pixels (-1 is 1024, 0 the picture's own size); for another one set **canvas** to *size*
+and choose width and height."""
     make = Maker("edit", schemas, "## Edit one picture", PICTURES.format(nodes="Picture 1"), text)
     chain = make.references(1)
     prompt = make.prompt("Make it a snowy winter evening in <image1>. Keep everything else as it is.", chain=chain)

@@ -4,6 +4,7 @@ import pytest
 
 from qwen21.prompt import canvas_size
 from tests.comfy.graphs import loaders, node, prompt, show
+from tests.comfy.make_workflows import BUNDLED
 
 
 def picture(width=64, height=64, channels=3, n=1, offset=0):
@@ -97,6 +98,40 @@ def test_the_crop_is_that_of_the_last_reference(comfy):
     }
     run = comfy.run(graph | {"out": show("last"), "w": show("last", 1), "h": show("last", 2)})
     assert [run.shown("w"), run.shown("h")] == [64, 64]
+
+
+def test_the_own_size(comfy):
+    """100 x 70: rounded down to the grid, or padded without a change."""
+    graph = {"image": picture(100, 70), "last": add("image", resolution=0)}
+    assert comfy.run(graph | {"out": show("last")}).shown()[0]["size"] == [96, 64]
+    graph["last"] = add("image", resolution=0, fit="mirror")
+    run = comfy.run(graph | {"out": show("last"), "w": show("last", 1), "h": show("last", 2)})
+    assert run.shown("out")[0]["size"] == [128, 96] and [run.shown("w"), run.shown("h")] == [100, 70]
+
+
+def test_a_resolution_that_is_not_chosen_is_that_of_the_one_before(comfy):
+    graph = {
+        "image": picture(64, 64),
+        "first": add("image", resolution=96),
+        "last": add("image", "first", resolution=-1),
+    }
+    assert [found["size"] for found in comfy.run(graph | {"out": show("last")}).shown()] == [[96, 96]] * 2
+
+
+@pytest.mark.parametrize("splice", [False, True], ids=["at once", "spliced"])
+def test_the_miniature_knows_the_size_of_a_reference(comfy, splice):
+    """And its canvas follows: 96 pixels are six latent cells."""
+    graph = {name: loaders()[name] for name in ("encoder", "vae")}
+    for loader in graph.values():
+        loader["inputs"]["file"] = BUNDLED
+    graph |= {"image": picture(64, 64), "last": add("image", resolution=-1)}
+    graph["pos"] = prompt("x", references=["last", 0], canvas="last", **({} if splice else {"vae": ["vae", 0]}))
+    wires = {"conditioning": ["pos", 0], "references": ["last", 0], "vae": ["vae", 0]}
+    graph |= {"spliced": node("Qwen21SpliceReferences", **wires)} if splice else {}
+    run = comfy.run(graph | {"out": show("spliced" if splice else "pos"), "canvas": show("pos", 1)})
+    assert list(run.shown("canvas")["samples"].shape) == [1, 64, 6, 6]
+    ((_, extra),) = run.shown("out")
+    assert [list(latent.shape) for latent in extra["reference_latents"]] == [[1, 64, 6, 6]]
 
 
 # --- the canvas ----------------------------------------------------------------------------------------------------

@@ -124,6 +124,12 @@ def test_the_report_lists_the_sigmas_that_ran(comfy):
     assert found["schedule"]["sigmas"] == pytest.approx(base_sigmas(STEPS, 24).tolist(), abs=1e-6)
 
 
+def test_the_report_says_where_sigmas_end_above_0(comfy):
+    graph = text_to_image(grid=node("ProbeSigmas", values="1, 0.7, 0.25"), sample=sampler(sigmas=["grid", 0]))
+    (warning,) = report(comfy, graph)["warnings"]
+    assert warning.startswith("the sigmas end at 0.25, not at 0")
+
+
 def test_the_report_warns(comfy):
     turbo = node("Qwen21LoadDiT", file="qwen_image_2.1_turbo_tiny.safetensors", dtype="default")
     found = report(comfy, text_to_image(dit=turbo, sample=sampler(steps=4)))

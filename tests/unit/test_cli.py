@@ -58,7 +58,7 @@ def test_png_with_alpha_and_manifest_and_latent(generate):
 
 
 def test_warnings_go_to_stderr_and_the_picture_is_written(generate):
-    code, lines = generate("--size", "50x40", "--cfg", "3")
+    code, lines = generate("--size", "50x40", "--negative", "a dog")
     assert code == 0
     assert [line.startswith("qwen21: warning: ") for line in lines] == [True, True]
     assert (generate.folder / "o.png").exists()
@@ -162,7 +162,7 @@ def test_bad_sigmas(model, tmp_path, capsys, values):
     assert "sigma" in lines[0]
 
 
-@pytest.mark.parametrize("out", ["", "missing/o.png", "o.jpg", "folder.png", "file/o.png"])
+@pytest.mark.parametrize("out", ["", "missing/o.png", "o.bmp", "folder.png", "file/o.png"])
 def test_outputs_that_cannot_be_written(model, tmp_path, capsys, out):
     (tmp_path / "folder.png").mkdir()
     (tmp_path / "file").write_text("")

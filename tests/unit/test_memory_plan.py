@@ -198,8 +198,8 @@ def test_mistakes_are_one_line(plan, arguments, words):
 
 
 def test_warnings_of_a_run_are_those_of_its_plan(plan):
-    _, out, err = plan("--size", "70x64", "--cfg", "3")
-    assert "64x64" in err and "CFG above 1 is without effect" in err
+    _, out, err = plan("--size", "70x64", "--negative", "dull")
+    assert "64x64" in err and "the negative prompt is unused: it needs a CFG above 1" in err
     assert "64x64 pixels, batch 1, 0 references, not guided" in out
 
 

@@ -35,10 +35,11 @@ def test_sizes_it_does_not_know_are_warned_of(files):
     (warning,) = make_plan(Request("x", size=(1024, 96)), files).warnings
     assert "qwen21-mini knows pictures of 96 to 128 pixels a side: a picture of 1024x96" in warning
     picture = draw(Scene((), ("white",)))
-    asked = Request("x", size=(96, 96), references=(picture,))
+    asked = Request("x", size=(96, 96), references=(picture,), resolution=1024)
     (warning,) = make_plan(asked, files).warnings
     assert "a reference of 1024x1024 will look like nothing; choose size and resolution 96" in warning
     assert make_plan(replace(asked, resolution=96), files).warnings == ()
+    assert make_plan(replace(asked, resolution=None), files).warnings == ()
 
 
 def test_processor_leaves_small_references_as_they_are():

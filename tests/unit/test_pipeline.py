@@ -104,14 +104,10 @@ def test_no_negative_is_paid_for_at_cfg_one(pipeline, monkeypatch):
     assert ranged.manifest["cfg"] == [3.0, 1.0]
 
 
-def test_cfg_without_a_negative_is_reported(pipeline):
-    assert "no negative prompt" in run(pipeline, cfg=4.0).manifest["warnings"][0]
-
-
 def test_warnings_come_before_the_work(pipeline):
     heard = []
     watch = Watch(on_warning=heard.append, on_step=lambda i, *_: heard.append(i))
-    result = pipeline.generate(Request("a cat", size=(50, 40), cfg=2.0, steps=1), watch)
+    result = pipeline.generate(Request("a cat", "a dog", size=(50, 40), steps=1), watch)
     assert heard == [*result.manifest["warnings"], 1] and len(heard) == 3
 
 
@@ -266,7 +262,13 @@ def test_masks_are_white_where_pictures_may_change():
         ({"sigmas": (1.0, 1.0), "steps": None}, "strictly fall"),
         ({"size": (0, 64)}, "width is 0"),
         ({"size": (64, -32)}, "height is -32"),
-        ({"resolution": 0}, "resolution is 0"),
+        ({"resolution": 31}, "resolution is 31"),
+        ({"resolution": 0}, "keeps a picture's own size, but there is none"),
+        ({"resolution": 0, "references": (Image.new("1", (16385, 1)),)}, "at most 16384 pixels"),
+        ({"cfg": 4.0}, "cfg is 4 but there is no negative prompt; give --negative"),
+        ({"cfg_ranges": (GuidanceRange(1, 1, 2.0),)}, "cfg is 2 but there is no negative prompt"),
+        ({"shift": 0.5}, "give that grid with --sigmas"),
+        ({"sigmas": (1.0, 0.0), "steps": None, "shift": "static"}, "shift is 'static', expected a number or dynamic"),
         ({"canvas": "second"}, "canvas is 'second'"),
         ({"references": (Image.new("L", (8, 8)),) * 11}, "got 11 references"),
         ({"cfg_ranges": (GuidanceRange(1, 9, 2.0),)}, "within the 2 steps"),

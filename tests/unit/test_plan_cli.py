@@ -51,7 +51,7 @@ REFUSED = {
     "no init image": (["--init-image", "no.png"], "'no.png' does not exist"),
     "no mask": (["--init-image", "wide.png", "--mask", "no.png"], "'no.png' does not exist"),
     "a misfit": (["--lora", "misfit.safetensors"], "misfit.safetensors: "),
-    "no png": (["--out", "a.jpg"], "must end in .png"),
+    "no picture": (["--out", "a.bmp"], "must end in .png or .webp or .jpg or .jpeg"),
     "no folder": (["--out", "nowhere/a.png"], "does not exist; make it first"),
     "no latent": (["--save-latent", "a.bin"], "must end in .safetensors"),
     "an input": (["--image", "wide.png", "--out", "wide.png"], "would be overwritten"),

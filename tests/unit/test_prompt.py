@@ -239,6 +239,14 @@ def test_placeholders_without_a_reference(prompts, references, expected):
     assert placeholder_warnings(prompts, references) == expected
 
 
+@pytest.mark.parametrize(
+    "odd", ["<image 1>", "<image_1>", "<Image1>", "<IMAGE-1>", "<image01>", "< image1 >", "<img1>", "＜image1＞"]
+)
+def test_placeholders_that_are_written_otherwise(odd):
+    says = f"the prompt says {odd}, which names no reference: write <image1>"
+    assert placeholder_warnings([f"make {odd} blue, as <image2> is"], 2) == [says]
+
+
 @pytest.mark.parametrize("n", [0, 2])
 def test_typed_special_tokens_are_text(tokenizer, folder, n):
     grids = [(1, 4, 6), (1, 2, 2)][:n]

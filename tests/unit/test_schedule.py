@@ -1,14 +1,17 @@
 """Sigma grids against diffusers' scheduler, and the edges it has no answer for."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
 from diffusers.pipelines.qwenimage21.pipeline_qwenimage21 import calculate_shift
 
+from qwen21.cli import main
 from qwen21.config import ScheduleConfig
 from qwen21.errors import UserError
-from qwen21.schedule import base_sigmas, custom_sigmas, is_run_of, make_schedule, shift, turbo_sigmas
+from qwen21.schedule import base_sigmas, custom_schedule, custom_sigmas, is_run_of, make_schedule, shift, turbo_sigmas
 from tests.tiny import SCHEDULER, TURBO_SIGMAS
 
 SIZES = [(512, 512), (1024, 1024), (2048, 2048), (2752, 1536), (96, 160)]
@@ -76,6 +79,42 @@ def test_default_steps_are_the_releases():
 @pytest.mark.parametrize("values", [[1, 0.5, 0.25], [1.0, 0.0], [0.8, 0.3]])
 def test_custom_grids(values):
     assert custom_sigmas(values).tolist() == pytest.approx(values)
+
+
+LIGHTNING = [1, 0.75, 0.5, 0.25]  # its authors' grid, without the final 0
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("values", [LIGHTNING, [1, 0.9375, 0.875, 0.75, 0.5, 0.25], [0.8, 0.3]])
+def test_shifted_grids_are_bit_equal_to_diffusers(size, values):
+    tokens = size[0] * size[1] // 256
+    scheduler = FlowMatchEulerDiscreteScheduler(**SCHEDULER | {"shift_terminal": None})
+    for mu in (calculate_shift(tokens, 256, 8192, 0.5, 0.9), -0.5, 1.3):
+        scheduler.set_timesteps(sigmas=values, mu=mu)
+        asked = mu if mu in (-0.5, 1.3) else "dynamic"
+        assert torch.equal(custom_schedule([*values, 0], tokens, asked).sigmas, scheduler.sigmas)
+        assert torch.equal(custom_schedule(values, tokens, asked).sigmas, scheduler.sigmas[:-1])
+
+
+def test_a_shift_on_the_command_line(capsys):
+    command = ["plan", "--model", "qwen21-mini", "--prompt", "x", "--sigmas", "1,0.5,0.25"]
+    assert main([*command, "--shift", "dynamic"]) == 0
+    end = 1 / (1 + 3 * math.exp(-calculate_shift(36, 256, 8192, 0.5, 0.9)))
+    assert f"the sigmas end at {end:.4g}, not at 0" in capsys.readouterr().err
+    for wrong in ("static", "nan", "1e999"):
+        assert main([*command, "--shift", wrong]) == 2
+        assert f"{wrong!r} is no shift, expected a number such as 0.7, or dynamic" in capsys.readouterr().err
+
+
+def test_a_shift_that_leaves_no_steps_is_refused():
+    with pytest.raises(UserError, match="shifted by 50 .*strictly fall"):
+        custom_schedule(LIGHTNING, 64, 50)
+
+
+def test_a_grid_that_ends_above_0_is_said():
+    assert custom_schedule([*LIGHTNING, 0], 64).warnings == ()
+    (warning,) = custom_schedule(LIGHTNING, 64).warnings
+    assert warning.startswith("the sigmas end at 0.25, not at 0, so that much noise stays in the picture")
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def model(tmp_path_factory):
 
 @pytest.mark.parametrize("shell", ['"$@" 2>&-', '"$@" 2>/dev/full', '"$@" 2>&1 | true'])
 def test_a_picture_is_written_though_nobody_hears_of_progress(model, tmp_path, shell):
-    what = ["--prompt", "x", "--steps", 1, "--resolution", 32, "--cfg", 3, "--out", tmp_path / "o.png"]
+    what = ["--prompt", "x", "--steps", 1, "--size", "40x32", "--out", tmp_path / "o.png"]
     result = started("generate", "--model", model, *what, shell=shell)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
     with Image.open(tmp_path / "o.png") as picture:
