@@ -34,6 +34,8 @@ from .quantized import LAYERS, is_quantized, largest_weight, patcher_class, refu
 
 log = logging.getLogger(__name__)
 
+Shapes = dict[str, list[list[int]]]
+
 
 class _Channels(int):
     """64, but watching for the comparison with another model's empty latent, the only question core asks of it.
@@ -173,12 +175,12 @@ class OpaqueCond(comfy.conds.CONDRegular):
         return [1, 1, self.cond.tokens]
 
 
-# core maps LoRA keys with a `transformer.` prefix, or with none, by this class alone
-_LoraBase = getattr(comfy.model_base, "QwenImage21", comfy.model_base.QwenImage)
+class Qwen21Model(comfy.model_base.QwenImage):
+    """BaseModel of our transformer. `part` says which file it is, `turbo` whether its name or folder says Turbo.
 
-
-class Qwen21Model(_LoraBase):
-    """BaseModel of our transformer. `part` says which file it is, `turbo` whether its name or folder says Turbo."""
+    By `QwenImage`, and by no other class, core maps LoRA keys with a `transformer.` prefix or with none. Newer cores
+    have a `QwenImage21` beside it, which is for their own transformer: it resets a cache that ours does not have.
+    """
 
     def __init__(self, model_config: Qwen21Config, part: Component, turbo: bool, schedule: ScheduleConfig) -> None:
         comfy.model_base.BaseModel.__init__(
@@ -209,7 +211,7 @@ class Qwen21Model(_LoraBase):
         }
         return {f"qwen21{name}": [1, 1, size] for name, size in sizes.items()}
 
-    def memory_required(self, input_shape: list[int], cond_shapes: dict[str, list[list[int]]] | None = None) -> int:
+    def memory_required(self, input_shape: list[int], cond_shapes: Shapes | None = None, **further: Any) -> int:
         """Bytes of activations at prefill or at a step, whichever is more, and of the prefixes that a run adds."""
         shapes = cond_shapes or {}
         names = ("qwen21", "qwen21_unit", "qwen21_bytes")

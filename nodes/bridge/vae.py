@@ -45,7 +45,7 @@ class Qwen21VAE:
         self.identity = f"{fingerprint} {dtype} {self.device.type}"  # what its latents depend on besides their pixels
         self._latents: OrderedDict[str, Tensor] = OrderedDict()
 
-    def decode(self, samples: Tensor, vae_options: dict | None = None) -> Tensor:
+    def decode(self, samples: Tensor, vae_options: dict | None = None, **_: Any) -> Tensor:
         """Pictures of raw latents; RGB or RGBA as the loader's `alpha` says."""
         budget = self._load(samples, decode=True)
         return self._picture(lambda z: tiling.decode(self._vae, z, budget, check_cancel=check_cancel), samples)
@@ -56,7 +56,7 @@ class Qwen21VAE:
         self._load(samples, decode=True, tile=tile)
         return self._picture(lambda z: tiling.decode_tiled(self._vae, z, tile, check_cancel), samples)
 
-    def encode(self, pixel_samples: Tensor) -> Tensor:
+    def encode(self, pixel_samples: Tensor, **_: Any) -> Tensor:
         """Raw latents of pictures [B, H, W, C]; without alpha they are opaque. Sides are cropped to multiples of 16."""
         pixels = self._pixels(pixel_samples)
         budget = self._load(pixels, decode=False)
