@@ -192,7 +192,7 @@ class Qwen21Sampler(io.ComfyNode):
                 "size": [samples.shape[-1] * LATENT_PIXELS, samples.shape[-2] * LATENT_PIXELS],
                 "batch": samples.shape[0],
                 "prefix_cache": prefix_cache if is_ours(model) else "core's MODEL has no prefix store",
-                "prefix": prefix_facts(model, guider) if is_ours(model) else None,
+                "prefix": prefix_facts(guider) if is_ours(model) else None,
             },
             unguided if cfg != 1 or is_wired(cls.hidden, "negative") else None,
         )
@@ -203,9 +203,9 @@ class Qwen21Sampler(io.ComfyNode):
         return io.NodeOutput(kept | {"samples": result}, text, ui=ui.PreviewText(summary(report)))
 
 
-def prefix_facts(model, guider):
+def prefix_facts(guider):
     """What became of each prefix, how it was kept, and how much is stored now."""
-    store = model.model.prefix_store.patcher.store
+    store = guider.model_patcher.model.prefix_store.store  # hooks may have made it another one than the MODEL's
     return {"stored_bytes": store.nbytes(), **getattr(guider, "qwen21_reuse", {})}
 
 
