@@ -32,7 +32,7 @@ class Condition:
     slots: tuple[int, ...]
     keys: list[tuple[str, ...]]
     stable: bool = True  # False where hooks may change weights between steps, so that no prefix outlives its step
-    prefixes: dict[tuple[torch.device, int], Prefix] = field(default_factory=dict)  # by device and text
+    prefixes: dict[tuple[int, torch.device, int], Prefix] = field(default_factory=dict)  # by model, device and text
     reuse: dict[int, Reuse] = field(default_factory=dict)  # what became of each text's prefix
 
     @property

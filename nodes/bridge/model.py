@@ -152,13 +152,14 @@ class ComfyDiT(DiT):
         `model` is the one that this transformer is of. Where several devices share a run, each has a model and a
         prefix of its own.
         """
-        if (x.device, row) in condition.prefixes:
-            return condition.prefixes[x.device, row]
+        place = id(model), x.device, row
+        if place in condition.prefixes:
+            return condition.prefixes[place]
         prefilling = {"attend": attention(options), "check_cancel": check_cancel}
         prefix, reuse = model.prefix_store.prefix(condition, row, x, options, prefilling)
         condition.reuse.setdefault(row, reuse)
         if reuse.kind != "off":
-            condition.prefixes[x.device, row] = prefix
+            condition.prefixes[place] = prefix
         return prefix
 
 

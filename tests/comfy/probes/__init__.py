@@ -7,6 +7,7 @@ import comfy.model_management
 import comfy.patcher_extension
 import torch
 
+from .core import MAPPINGS as CORES
 from .memory import MAPPINGS
 
 ANY = type("Any", (str,), {"__ne__": lambda self, other: False, "__hash__": str.__hash__})("*")
@@ -273,4 +274,4 @@ NODE_CLASS_MAPPINGS = {
         ProbeShow, ProbeModel, ProbePatch, ProbeClone, ProbeCoreConditioning, ProbeOther, ProbeLatent, ProbeMask,
         ProbeImage, ProbeSigmas, ProbeConditioning,
     )
-} | MAPPINGS  # fmt: skip
+} | MAPPINGS | CORES  # fmt: skip
