@@ -3,8 +3,10 @@
 from ..qwen21.manifest import library_versions
 from ..qwen21.mini import size_warning
 from ..qwen21.prompt import placeholder_warnings
+from ..qwen21.sequence import settle_slots
 from .bridge.lora import attached
 from .bridge.model import is_reshaped
+from .bridge.settings import settings_warnings
 from .common import LATENTS, PADS, REPORT, SLOTS
 
 
@@ -44,10 +46,11 @@ def _warnings(model, size, schedule, extra, unguided):
     if PADS in extra:
         found.append("references were seen by the encoder alone: wire the VAE into Qwen21EncodePrompt")
     latents, slots = len(extra.get(LATENTS) or []), len(extra.get(SLOTS) or [])
-    if latents > slots:
-        found.append(f"{latents - slots} of {latents} reference latents have no slot in the prompt and follow the text")
+    if warning := settle_slots([0] * slots, latents, 0)[1]:
+        found.append(warning)
     if unguided:
         found.append(unguided)
+    found += settings_warnings(model.model_options.get("transformer_options", {}))
     if schedule.kind != "custom" and is_reshaped(model):
         found.append("a node gave the MODEL another shift, which the released schedule does not use; wire its sigmas")
     asked = extra.get(REPORT) or {}

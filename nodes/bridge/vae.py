@@ -42,8 +42,13 @@ class Qwen21VAE:
         self.output_device = comfy.model_management.intermediate_device()
         self.alpha = alpha
         self.name = name
-        self.identity = f"{fingerprint} {dtype} {self.device.type}"  # what its latents depend on besides their pixels
-        self._latents: OrderedDict[str, Tensor] = OrderedDict()
+        self._file = fingerprint
+        self._latents: OrderedDict[tuple[str, str], Tensor] = OrderedDict()
+
+    @property
+    def identity(self) -> str:
+        """What its latents depend on besides their pixels. Core's SelectVAEDevice gives a copy another device."""
+        return f"{self._file} {self.vae_dtype} {self.device}"
 
     def decode(self, samples: Tensor, vae_options: dict | None = None, **_: Any) -> Tensor:
         """Pictures of raw latents; RGB or RGBA as the loader's `alpha` says."""
@@ -71,15 +76,16 @@ class Qwen21VAE:
 
     def encode_reference(self, reference: Reference) -> Tensor:
         """Raw latent [1, 64, h, w] of a reference; the last few are remembered by their pixels."""
-        if reference.digest not in self._latents:
+        key = reference.digest, self.identity
+        if key not in self._latents:
             pixels = to_vae_pixels(reference.image)
             budget = self._load(pixels, decode=False)
             latent = self._latent(lambda x: tiling.encode(self._vae, x, budget, check_cancel=check_cancel), pixels)
-            self._latents[reference.digest] = latent
+            self._latents[key] = latent
             while len(self._latents) > KEPT_LATENTS:
                 self._latents.popitem(last=False)
-        self._latents.move_to_end(reference.digest)
-        return self._latents[reference.digest].clone()  # another node may change what it is given
+        self._latents.move_to_end(key)
+        return self._latents[key].clone()  # another node may change what it is given
 
     def spacial_compression_decode(self) -> int:
         return LATENT_PIXELS

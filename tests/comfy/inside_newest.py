@@ -3,9 +3,11 @@
 `python inside_newest.py PACK MODELS`: the pack's folder and the tiny models.
 """
 
+import copy
 import json
 import sys
 import threading
+import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -99,7 +101,7 @@ def check_two_models():
         patcher.cleanup()
     counted = {"main": Counted(main.model), "copy": Counted(copy.model)}
     for patcher in (main, copy):
-        patcher.model.prefix_store.store.clear("")
+        patcher.model.prefix_store.patcher.store.clear("")
         patcher.pre_run()
     shared = main.model.extra_conds(**entry(conditioning()))["qwen21"].cond
     found = {}
@@ -135,7 +137,7 @@ def check_split():
         split = comfy.multigpu.create_multigpu_deepclones(plain, 2)
     copies = split.get_additional_models_with_key("multigpu")
     counted = [Counted(one.model) for one in (plain, *copies)]
-    plain.model.prefix_store.store.clear("")
+    plain.model.prefix_store.patcher.store.clear("")
     with mock.patch.object(management, "set_torch_device", lambda device: None):
         latent = sample(split, *pair, cfg=3.0)
     return {"difference": difference(latent, expected), "calls": [one.calls for one in counted]}
@@ -150,7 +152,9 @@ def check_device():
     sample(moved, conditioning(2))
     shelves = [one.model for one in management.current_loaded_models if type(one.model).__name__ == "StorePatcher"]
     return {
-        "devices": sorted(str(one.load_device) for one in shelves if one.store is patcher.model.prefix_store.store),
+        "devices": sorted(
+            str(one.load_device) for one in shelves if one.store is patcher.model.prefix_store.patcher.store
+        ),
     }
 
 
@@ -210,6 +214,34 @@ def check_vae():
     }
 
 
+def check_vae_device():
+    """A VAE as core's SelectVAEDevice leaves it: a shallow copy with a patcher of its own, on another device."""
+    from PIL import Image
+    from the_pack.nodes.bridge.vae import load_vae
+    from the_pack.qwen21.prompt import Reference
+
+    vae = load_vae(str(MODELS / "vae" / VAE), "fp32")
+    reference = Reference.prepare(Image.new("RGB", (64, 64), "red"), 64)
+    latent = vae.encode_reference(reference)
+    moved = copy.copy(vae)
+    moved.patcher = vae.patcher.clone()
+    moved.patcher.load_device = moved.device = OTHER
+    moved.first_stage_model, encoded = moved.patcher.model, []
+    with mock.patch.object(type(moved), "_latent", lambda self, run, pixels: encoded.append(1) or latent):
+        moved.encode_reference(reference)
+        vae.encode_reference(reference)
+    return {"same": vae.identity == moved.identity, "encoded": len(encoded)}
+
+
+def check_hooks():
+    """What a report says is stored, where hooks gave the guider another model."""
+    from the_pack.nodes.sample import prefix_facts
+
+    other = load()
+    sample(other, conditioning(3))
+    return prefix_facts(SimpleNamespace(model_patcher=other))["stored_bytes"]
+
+
 def check_encoder():
     """What core's caches ask of an output."""
     from the_pack.nodes.bridge.encoder import load_encoder
@@ -237,13 +269,34 @@ def check_model():
     }  # fmt: skip
 
 
+CHECKS = {
+    "model": check_model,
+    "vae": check_vae,
+    "vae device": check_vae_device,
+    "encoder": check_encoder,
+    "plan": check_memory_plan,
+    "two models": check_two_models,
+    "split": check_split,
+    "device": check_device,
+    "register": check_register,
+    "hashing": check_hashing,
+    "hooks": check_hooks,
+    "strangers": newest_core.strangers,
+}
+
+
+def tried(check):
+    """What a check found, or how it failed: the others go on."""
+    try:
+        return check()
+    except Exception:
+        return {"failed": traceback.format_exc()}
+
+
 def main():
     import_pack(PACK)
     with torch.inference_mode():
-        found = {"model": check_model(), "vae": check_vae(), "encoder": check_encoder(), "plan": check_memory_plan()}
-        found |= {"two models": check_two_models(), "split": check_split(), "device": check_device()}
-        found |= {"register": check_register(), "hashing": check_hashing(), "strangers": newest_core.strangers()}
-    print(json.dumps(found))
+        print(json.dumps({name: tried(check) for name, check in CHECKS.items()}))
 
 
 if __name__ == "__main__":

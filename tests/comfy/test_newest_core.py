@@ -9,6 +9,7 @@ from tests.comfy.graphs import against_fresh, ksampler, node, prompt, sampler, s
 from tests.comfy.installation import ROOT
 from tests.comfy.live import Live
 from tests.comfy.server import LiveServer
+from tests.comfy.test_prefix_models import TOKEN
 from tests.comfy.told import SEEDS, edit, encode, tell, told_of
 
 
@@ -100,6 +101,15 @@ def test_vae_and_encoder_take_newer_callers(called):
     assert called["encoder"] == [False, True]
 
 
+def test_a_vae_on_another_device_has_latents_of_its_own(called):
+    assert called["vae device"] == {"same": False, "encoded": 1}
+
+
+def test_the_report_tells_of_the_model_that_hooks_brought(called):
+    """The prefix of 9 text tokens and 6 of a reference, K and V in fp32."""
+    assert called["hooks"] == 15 * TOKEN
+
+
 # --- conditioning of core and of others ----------------------------------------------------------------------------
 
 
@@ -153,7 +163,10 @@ def test_cores_cache_node_is_taken_as_our_options(newest):
     for dtype in ("int8", "int4"):
         facts = tell(newest, edit(**cached(dtype=dtype)), fresh_model="dit").reuse()
         assert facts["codec"] == "int8", facts
-    assert newest.server.log().count("asks for a prefix in int4, which this MODEL does not have") >= 1
+    int4 = "core's cache node asks for a prefix in int4, which this MODEL does not have: it is kept as int8"
+    assert int4 in newest.server.log()
+    for dtype, count in (("int8", 0), ("int4", 1)):
+        assert tell(newest, edit(**cached(dtype=dtype)), fresh_model="dit").report["warnings"].count(int4) == count
 
 
 def test_our_own_cache_node_wins_over_cores(newest):
