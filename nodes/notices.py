@@ -63,6 +63,7 @@ def _half_seen(extra):
 def _entry_warnings(extra, side):
     """Of one entry; `side` stands before the words for what is not the positive."""
     from ..qwen21.prompt import placeholder_warnings  # costs more than the start of ComfyUI has time for
+    from ..qwen21.sequence import settle_slots
 
     found = []
     if _half_seen(extra):
@@ -75,6 +76,8 @@ def _entry_warnings(extra, side):
         found.append(
             f"{latents - slots} of {latents} {side}reference latents have no slot in the prompt and follow the text"
         )
+    elif slots > latents > 0 and (warning := settle_slots([0] * slots, latents, 0)[1]):
+        found.append(warning)
     asked = extra.get(REPORT) or {}
     strange = placeholder_warnings([asked.get("prompt", "")], len(asked.get("references", [])))
     return found + [warning.replace("the prompt", f"the {side}prompt", 1) for warning in strange]

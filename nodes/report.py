@@ -5,6 +5,7 @@ from ..qwen21.mini import size_warning
 from ..qwen21.schedule import turbo_warnings
 from .bridge.lora import attached, turbo_loras
 from .bridge.model import is_reshaped
+from .bridge.settings import settings_warnings
 from .common import REPORT
 from .notices import conditioning_warnings
 
@@ -43,11 +44,12 @@ def warnings_of(model, positive, negative, schedule, size, cfg=1.0, unguided=Non
     found += schedule.warnings
     found += turbo_warnings(schedule.kind, schedule.steps, cfg, turbo_loras(model))
     part = getattr(model.model, "part", None)
-    resized = [tuple(each["resized"]) for each in (extra.get(REPORT) or {}).get("references", [])]
+    resized = [tuple(each["resized"]) for each in (positive[0][1].get(REPORT) or {}).get("references", [])]
     if part and (warning := size_warning(part.checkpoint.path, tuple(size), resized)):
         found.append(warning)
     if unguided:
         found.append(unguided)
+    found += settings_warnings(model.model_options.get("transformer_options", {}))
     if schedule.kind != "custom" and is_reshaped(model):
         found.append("a node gave the MODEL another shift, which the released schedule does not use; wire its sigmas")
     return found

@@ -203,7 +203,7 @@ class Qwen21Sampler(io.ComfyNode):
                 "size": size,
                 "batch": samples.shape[0],
                 "prefix_cache": prefix_cache if is_ours(model) else "core's MODEL has no prefix store",
-                "prefix": prefix_facts(model, guider) if is_ours(model) else None,
+                "prefix": prefix_facts(guider) if is_ours(model) else None,
             },
             warnings,
         )
@@ -214,9 +214,9 @@ class Qwen21Sampler(io.ComfyNode):
         return io.NodeOutput(kept | {"samples": result}, text, ui=shown(summary(report), warnings))
 
 
-def prefix_facts(model, guider):
+def prefix_facts(guider):
     """What became of each prefix, how it was kept, and how much is stored now."""
-    store = model.model.prefix_store.patcher.store
+    store = guider.model_patcher.model.prefix_store.store  # hooks may have made it another one than the MODEL's
     return {"stored_bytes": store.nbytes(), **getattr(guider, "qwen21_reuse", {})}
 
 

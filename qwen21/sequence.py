@@ -158,20 +158,18 @@ def _check_slots(text_tokens: int, slots: Sequence[int], grids: Sequence[Grid]) 
 
 
 def settle_slots(slots: Sequence[int], latents: int, text_tokens: int) -> tuple[tuple[int, ...], str | None]:
-    """Slots for `latents` reference latents, and a warning where some had none.
+    """Slots for `latents` reference latents, and a warning where the two differ in number.
 
-    Latents beyond the slots go to the end of the text, as ComfyUI's core does; a slot without a latent is an error.
+    As in ComfyUI's core, latents beyond the slots go to the end of the text, and slots beyond the latents are left out.
     """
-    if latents < len(slots):
-        raise UserError(
-            f"the prompt was encoded with {len(slots)} references but only {latents} reference latents arrived; wire "
-            "the VAE into the encoder or splice the same references"
-        )
-    extra = latents - len(slots)
-    if not extra:
-        return tuple(slots), None
-    warning = f"{extra} of {latents} reference latents have no slot in the prompt and follow the text"
-    return (*slots, *[text_tokens] * extra), warning
+    missing = latents - len(slots)
+    if missing > 0:
+        warning = f"{missing} of {latents} reference latents have no slot in the prompt and follow the text"
+        return (*slots, *[text_tokens] * missing), warning
+    if missing < 0:
+        warning = f"{-missing} of {len(slots)} references of the prompt have no latent and are left out; wire the VAE"
+        return tuple(slots[:latents]), warning
+    return tuple(slots), None
 
 
 def drop_spans(tokens: int, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:

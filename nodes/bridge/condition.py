@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import comfy.conds
 import torch
 from torch import Tensor
 
@@ -32,9 +33,8 @@ class Condition:
     slots: tuple[int, ...]
     keys: list[tuple[str, ...]]
     stable: bool = True  # False where hooks may change weights between steps, so that no prefix outlives its step
-    prefixes: dict[int, Prefix] = field(default_factory=dict)
+    prefixes: dict[tuple[int, torch.device, int], Prefix] = field(default_factory=dict)  # by model, device and text
     reuse: dict[int, Reuse] = field(default_factory=dict)  # what became of each text's prefix
-    model: Any = None  # the base model it is sampled with
 
     @property
     def key(self) -> tuple[tuple[str, ...], ...]:
@@ -61,12 +61,63 @@ class Condition:
             yield text, list(range(text, batch, len(self.texts)))
 
 
+class OpaqueCond(comfy.conds.CONDRegular):
+    """A condition ComfyUI neither copies per row nor concatenates: equal ones share a batch, others run apart."""
+
+    def process_cond(self, batch_size: int, **kwargs: Any) -> OpaqueCond:
+        return self
+
+    def can_concat(self, other: OpaqueCond) -> bool:
+        return self.cond.key == other.cond.key and len(self.cond.texts) == 1  # several texts repeat over each batch
+
+    def concat(self, others: list[OpaqueCond]) -> Condition:
+        for other in others:
+            other.cond.reuse = self.cond.reuse  # one prefix, and what became of it is told of each
+        return self.cond
+
+    def size(self) -> list[int]:
+        return [1, 1, self.cond.tokens]
+
+
+class Conditions:
+    """The conditions of a run. ComfyUI asks for each several times, and every time all latents would be hashed."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Any, ...], tuple[Condition, list[Any]]] = {}
+
+    def of(self, cond: Mapping[str, Any], normalise: Callable[[Tensor], Tensor], remember: bool) -> Condition:
+        """A fresh `Condition` of the entries of a CONDITIONING; with `remember` made only once of the same tensors."""
+        if not remember:
+            return condition_of(cond, normalise)
+        sources = [cond.get("cross_attn"), *(cond.get(LATENTS) or []), cond.get(SLOTS), cond.get(ORIGIN)]
+        key = (*map(id, sources), cond.get("hooks") is None)
+        if key not in self._known:
+            self._known[key] = condition_of(cond, normalise), sources  # while these live nothing else has their ids
+        return replace(self._known[key][0], prefixes={}, reuse={})
+
+    def forget(self) -> None:
+        self._known.clear()
+
+
+def has_states(cond: Mapping[str, Any]) -> bool:
+    return cond.get("cross_attn") is not None
+
+
+def require_states(cond: Mapping[str, Any]) -> None:
+    """Refuse an empty CONDITIONING by the name that its guider gives it."""
+    if not has_states(cond):
+        raise UserError(
+            f"the {cond.get('prompt_type', 'sampled')} conditioning holds no text states; wire "
+            f"'{ENCODE_PROMPT}' into it (some guiders make an empty one where none is wired)"
+        )
+
+
 def condition_of(cond: Mapping[str, Any], normalise: Callable[[Tensor], Tensor]) -> Condition:
-    """From the entries of one CONDITIONING. `UserError` where slots and latents do not agree."""
-    states = cond.get("cross_attn")
-    if states is None:
-        raise UserError(f"the conditioning holds no text states; wire '{ENCODE_PROMPT}' into the sampler")
-    texts = [_kept(row, cond.get("attention_mask"), i) for i, row in enumerate(states)]
+    """From the entries of one CONDITIONING, which as core reads them may hold an `attention_mask` that says nothing.
+
+    `UserError` where slots and latents cannot be."""
+    require_states(cond)
+    texts = list(cond["cross_attn"])
     latents = [_latent(latent, i) for i, latent in enumerate(cond.get(LATENTS) or [], 1)]
     slots, warning = settle_slots(_slots(cond), len(latents), len(texts[0]))
     if warning:
@@ -84,20 +135,15 @@ def _slots(cond: Mapping[str, Any]) -> list[int]:
     return [int(slot) for slot in torch.as_tensor(slots).flatten().tolist()]
 
 
-def _kept(states: Tensor, mask: Tensor | None, row: int) -> Tensor:
-    """States [T, W] without padding, where an encoder marked some."""
-    if mask is None:
-        return states
-    return states[mask[min(row, len(mask) - 1)].bool().to(states.device)]
-
-
 def _latent(latent: Tensor, index: int) -> Tensor:
-    """[1, 64, h, w], from that or with a frame axis of one."""
+    """[1, 64, h, w], from that or with a frame axis of one; of a batch the first, as in core."""
     if latent.ndim == 5 and latent.shape[2] == 1:
         latent = latent[:, :, 0]
-    if latent.ndim != 4 or latent.shape[1] != 64 or latent.shape[0] != 1:
+    if latent.ndim != 4 or latent.shape[1] != 64 or latent.shape[0] < 1:
         raise UserError(
             f"reference latent {index} has shape {list(latent.shape)}, expected [1, 64, height, width]; encode it with "
-            "the Qwen-Image 2.1 VAE, one picture each"
+            "the Qwen-Image 2.1 VAE"
         )
-    return latent
+    if latent.shape[0] > 1:
+        log.warning("Qwen-Image 2.1: reference latent %d holds %d pictures, the first is used", index, len(latent))
+    return latent[:1]

@@ -43,6 +43,11 @@ class Qwen21Encoder:
         self._features: OrderedDict[str, Any] = OrderedDict()
         self._heads = KeptHeads()
 
+    def is_dynamic(self) -> bool:
+        """Core's caches ask before they let go of an output: a dynamic one costs no memory that it could give back."""
+        dynamic = getattr(self.patcher, "is_dynamic", None)
+        return bool(dynamic and dynamic())
+
     def encode(self, prompt: str, references: Sequence[Reference] = (), keep_image_pads: bool = False) -> Any:
         """`TextStates` of a prompt behind its references, on the encoder's device."""
         module, device = self.patcher.model, self.patcher.load_device

@@ -48,8 +48,9 @@ def free_on_gpu() -> int | None:
     device = comfy.model_management.get_torch_device()
     if device.type == "cpu":
         return None
-    loaded = [model for model in comfy.model_management.current_loaded_models if model.device == device]
-    given_back = sum(model.model_loaded_memory() for model in loaded)
+    entries = comfy.model_management.current_loaded_models
+    living = [entry for entry in entries if entry.model is not None]  # it is weak: the model of an entry may be gone
+    given_back = sum(entry.model_loaded_memory() for entry in living if entry.device == device)
     return int(comfy.model_management.get_free_memory(device)) + given_back
 
 

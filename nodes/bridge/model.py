@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import comfy.conds
 import comfy.model_base
 import comfy.model_management
 import comfy.model_sampling
@@ -25,14 +25,17 @@ from ...qwen21.schedule import is_run_of, official_grid, turbo_sigmas, turbo_war
 from ..common import require_pictures
 from ..notices import tell, tell_of
 from .asked import Asked, NetworkConfig, refuse_end, refuse_training
-from .condition import Condition, condition_of
+from .condition import Condition, OpaqueCond, has_states, require_states
 from .host import COMPUTES, check_cancel, precision, stored_as, transformer_cast
 from .latents import Qwen21LatentFormat
-from .options import Compiler, attention, refuse_unsupported
-from .prefixes import OPTIONS, PrefixStore, note_reuse
+from .options import Compiler, attention, refuse_patches, refuse_unsupported
+from .prefixes import PrefixStore, note_reuse
 from .quantized import LAYERS, is_quantized, largest_weight, patcher_class, refuse_saving
+from .settings import OPTIONS
 
 log = logging.getLogger(__name__)
+
+Shapes = dict[str, list[list[int]]]
 
 
 class Qwen21Config(comfy.supported_models_base.BASE):
@@ -82,46 +85,33 @@ class ComfyDiT(Asked, DiT):
         self.kernels = self._compiler.kernels(self.config, x, options)
         velocity = torch.empty_like(x)
         for row, rows in condition.rows(x.shape[0]):
-            prefix = self._prefix(condition, row, x, options)
+            prefix = self._prefix(kwargs["qwen21_model"], condition, row, x, options)
             velocity[rows] = self.denoise(x[rows], timestep[0], prefix, attend=attention(options))
         return velocity
 
-    def _prefix(self, condition: Condition, row: int, x: Tensor, options: dict[str, Any]) -> Prefix:
-        """The prefix of one text of the condition: found or computed in a run's first step, let go at its end."""
-        if row in condition.prefixes:
-            return condition.prefixes[row]
+    def _prefix(self, model: Qwen21Model, condition: Condition, row: int, x: Tensor, options: dict[str, Any]) -> Prefix:
+        """The prefix of one text of the condition: found or computed in a run's first step, let go at its end.
+
+        `model` is the one that this transformer is of. Where several devices share a run, each has a model and a
+        prefix of its own.
+        """
+        place = id(model), x.device, row
+        if place in condition.prefixes:
+            return condition.prefixes[place]
         prefilling = {"attend": attention(options), "check_cancel": check_cancel}
-        prefix, reuse = condition.model.prefix_store.prefix(condition, row, x, options, prefilling)
+        prefix, reuse = model.prefix_store.prefix(condition, row, x, options, prefilling)
         condition.reuse.setdefault(row, reuse)
         if reuse.kind != "off":
-            condition.prefixes[row] = prefix
+            condition.prefixes[place] = prefix
         return prefix
 
 
-class OpaqueCond(comfy.conds.CONDRegular):
-    """A condition ComfyUI neither copies per row nor concatenates: equal ones share a batch, others run apart."""
+class Qwen21Model(comfy.model_base.QwenImage):
+    """BaseModel of our transformer. `part` says which file it is, `turbo` whether its name or folder says Turbo.
 
-    def process_cond(self, batch_size: int, **kwargs: Any) -> OpaqueCond:
-        return self
-
-    def can_concat(self, other: OpaqueCond) -> bool:
-        return self.cond.key == other.cond.key and len(self.cond.texts) == 1  # several texts repeat over each batch
-
-    def concat(self, others: list[OpaqueCond]) -> Condition:
-        for other in others:
-            other.cond.reuse = self.cond.reuse  # one prefix, and what became of it is told of each
-        return self.cond
-
-    def size(self) -> list[int]:
-        return [1, 1, self.cond.tokens]
-
-
-# core maps LoRA keys with a `transformer.` prefix, or with none, by this class alone
-_LoraBase = getattr(comfy.model_base, "QwenImage21", comfy.model_base.QwenImage)
-
-
-class Qwen21Model(_LoraBase):
-    """BaseModel of our transformer. `part` says which file it is, `turbo` whether its name or folder says Turbo."""
+    By `QwenImage`, and by no other class, core maps LoRA keys with a `transformer.` prefix or with none. Newer cores
+    have a `QwenImage21` beside it, which is for their own transformer: it resets a cache that ours does not have.
+    """
 
     def __init__(self, model_config: Qwen21Config, part: Component, turbo: bool, schedule: ScheduleConfig) -> None:
         comfy.model_base.BaseModel.__init__(
@@ -137,13 +127,18 @@ class Qwen21Model(_LoraBase):
         return self.manual_cast_dtype or self.get_dtype()
 
     def extra_conds(self, **kwargs: Any) -> dict[str, Any]:
-        condition = condition_of(kwargs, self.process_latent_in)
-        condition.model = self
+        require_states(kwargs)
+        condition = self._condition(kwargs)
         self.prefix_store.watch(condition)
         return {"qwen21": OpaqueCond(condition)}
 
+    def _condition(self, cond: Mapping[str, Any]) -> Condition:
+        return self.prefix_store.conditions.of(cond, self.process_latent_in, remember=self.prefix_store.is_running)
+
     def extra_conds_shapes(self, **kwargs: Any) -> dict[str, list[int]]:
-        condition = condition_of(kwargs, self.process_latent_in)
+        if not has_states(kwargs):
+            return {}  # `extra_conds` will refuse it by its name
+        condition = self._condition(kwargs)
         units = [condition.layout(row).unit_tokens for row in range(len(condition.texts))]
         sizes = {
             "": max(map(sum, units)),
@@ -152,7 +147,11 @@ class Qwen21Model(_LoraBase):
         }
         return {f"qwen21{name}": [1, 1, size] for name, size in sizes.items()}
 
-    def memory_required(self, input_shape: list[int], cond_shapes: dict[str, list[list[int]]] | None = None) -> int:
+    def apply_model(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The transformer is told whose it is: a condition may be another model's, a copy of this on another device."""
+        return super().apply_model(*args, qwen21_model=self, **kwargs)
+
+    def memory_required(self, input_shape: list[int], cond_shapes: Shapes | None = None, **further: Any) -> int:
         """Bytes of activations at prefill or at a step, whichever is more, and of the prefixes that a run adds."""
         shapes = cond_shapes or {}
         names = ("qwen21", "qwen21_unit", "qwen21_bytes")
@@ -232,6 +231,7 @@ def _use_official_grid(executor: Any, noise: Tensor, latent_image: Tensor, sampl
         refuse_end(sigmas)
         _require_plain(patcher, noise)
         tell_of(executor.class_obj)
+        refuse_patches(patcher.model_options.get("transformer_options", {}))
     official = official_sigmas(patcher, sigmas, noise.shape[-1] * noise.shape[-2])
     if official is None and getattr(patcher.model, "turbo", False):
         if not is_run_of(turbo_sigmas(patcher.model.schedule), sigmas):

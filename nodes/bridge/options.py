@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import comfy.patcher_extension
@@ -54,15 +55,51 @@ def refuse_unsupported(control: Any, options: dict[str, Any], condition: Conditi
     if condition is None:
         raise UserError(f"the Qwen-Image 2.1 MODEL got no conditioning; wire '{ENCODE_PROMPT}' into positive")
     if control is not None:
-        raise UserError("ControlNets do not exist for Qwen-Image 2.1; remove the Apply ControlNet node")
-    patches = [name for name, given in options.get("patches", {}).items() if given]
-    patches += [f"patches_replace.{name}" for name, given in options.get("patches_replace", {}).items() if given]
-    patches += ["rope_options"] if options.get("rope_options") else []
-    if patches:
+        raise UserError("this pack does not apply ControlNets yet; remove the Apply ControlNet node")
+    refuse_patches(options)
+
+
+def refuse_patches(options: Mapping[str, Any]) -> None:
+    """Refuse what replaces parts of the transformer, naming what put it there. Before a run, and again in its steps:
+    hooks may bring some in between."""
+    given = dict(options.get("patches", {}))
+    given |= {f"patches_replace.{name}": found for name, found in options.get("patches_replace", {}).items()}
+    given["rope_options"] = options.get("rope_options")
+    names = [name for name, found in given.items() if found]
+    if not names:
+        return
+    if any(_is_fun_control(found) for found in given.values()):
         raise UserError(
-            f"a node patches the transformer's blocks ({', '.join(patches)}), which this MODEL does not support: its "
-            "prefix is computed apart from its steps; remove that node"
+            "a ControlNet is on this MODEL (by core's node QwenImage21FunControlNetApply), which this pack does not "
+            "apply yet; remove that node, or take core's own MODEL"
         )
+    raise UserError(
+        f"a node patches the transformer's blocks ({', '.join(names)}), which this MODEL does not support: its prefix "
+        f"is computed apart from its steps; remove that node{_of_whom(given.values())}"
+    )
+
+
+def _is_fun_control(patch: Any) -> bool:
+    return any("FunControl" in _name(one) for one in _functions(patch))
+
+
+def _of_whom(patches: Iterable[Any]) -> str:
+    """` (of a, b)`: the Python modules that the patches come from, which say whose node it is."""
+    modules = {getattr(one, "__module__", None) for patch in patches for one in _functions(patch)}
+    found = sorted(module for module in modules if module)
+    return f" (of {', '.join(found)})" if found else ""
+
+
+def _name(function: Any) -> str:
+    """Of a function, or of what an object with `__call__` is."""
+    owner = getattr(function, "__self__", None)
+    return getattr(function, "__qualname__", type(function).__qualname__) + (type(owner).__qualname__ if owner else "")
+
+
+def _functions(patch: Any) -> list[Any]:
+    """What can be called in a patch: the values of a mapping, the items of a list."""
+    held = patch.values() if isinstance(patch, Mapping) else patch if isinstance(patch, (list, tuple)) else []
+    return [patch] if callable(patch) else [one for each in held for one in _functions(each)]
 
 
 def attention(options: dict[str, Any]) -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +17,16 @@ from ...qwen21.prefix import (
     Placement,
     Prefix,
     Reuse,
+    Store,
     prefix_for_now,
     prefix_through,
     unit_bytes,
 )
 from ...qwen21.ram import GIB
+from .condition import Conditions
 from .host import free_bytes, free_ram
 from .identity import PatchDigest, Unseen, require_visible
+from .settings import PrefixSettings, settings_of, settings_warnings
 from .shelf import StorePatcher
 
 if TYPE_CHECKING:
@@ -32,27 +34,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OPTIONS = "qwen21_prefix"  # in transformer_options: the fields of PrefixSettings
-
-
-@dataclass(frozen=True)
-class PrefixSettings:
-    """How a MODEL keeps its prefixes. `budget` in GiB for all of them between runs, 0 for the default."""
-
-    cache: bool = True
-    device: str = "auto"
-    storage: str = "auto"
-    budget: float = 0.0
-
 
 class PrefixStore:
-    """A base model's store, as long-lived as the model."""
+    """A base model's store, as long-lived as the model, and a patcher of it for each device that the model ran on.
+
+    Nodes give a MODEL another device, or a run more of them, by other patchers of the model or by another model.
+    """
 
     def __init__(self, model: Any) -> None:
         self._owner = weakref.ref(model)  # ComfyUI wants models to go without the garbage collector
         self._conditions: weakref.WeakSet[Condition] = weakref.WeakSet()
         self._digest = PatchDigest()
-        self._patcher: StorePatcher | None = None
+        self.store = Store(store_budget())
+        self._patchers: dict[torch.device, StorePatcher] = {}
+        self.conditions = Conditions()
         self.device = torch.device("cpu")
         self.upcoming: Any = None
         self._counted: set[str] = set()
@@ -63,16 +58,18 @@ class PrefixStore:
 
     @property
     def patcher(self) -> StorePatcher:
-        if self._patcher is None:
-            self._patcher = StorePatcher(self.device)
-        return self._patcher
+        """Of the device that the model runs on."""
+        if self.device not in self._patchers:
+            self._patchers[self.device] = StorePatcher(self.device, self.store)
+        return self._patchers[self.device]
 
     def prefix(
         self, condition: Condition, row: int, x: Tensor, options: dict[str, Any], prefilling: dict[str, Any]
     ) -> tuple[Prefix, Reuse]:
         """The prefix of one text of a condition for targets like `x` [B, 64, h, w]. Called within the model's forward,
         where its weights, patches and hooks are in force; `prefilling` goes to `DiT.prefill`."""
-        settings = PrefixSettings(**options.get(OPTIONS, {}))
+        settings = settings_of(options)
+        self.device = self._model.current_patcher.load_device
         dit, inputs = self._model.diffusion_model, condition.inputs(row, x)
         working = working_bytes(dit.config, x.shape[0], x.shape[-1] * x.shape[-2], inputs.layout.unit_tokens, x.dtype)
         placement = self._placement(settings, working, x.device)
@@ -85,25 +82,35 @@ class PrefixStore:
             except Unseen as unseen:
                 kind, reason = "miss", f"kept for this run only: {unseen}"
             else:
-                store = self.patcher.store
-                store.budget = int(settings.budget * GIB) or store_budget()
-                return prefix_through(store, identity, dit, inputs, placement.place, **prefilling)
+                self.store.budget = int(settings.budget * GIB) or store_budget()
+                return prefix_through(self.store, identity, dit, inputs, placement.place, **prefilling)
         return prefix_for_now(dit, inputs, codec, placement.place, kind, reason, **prefilling)
 
     def _placement(self, settings: PrefixSettings, working: int, device: torch.device) -> Placement:
         def free() -> int:
             return free_bytes(self._model.current_patcher, device)
 
-        return Placement(settings.device, device, working, self.patcher.store, free, free_ram, self.patcher.give_up)
+        return Placement(settings.device, device, working, self.store, free, free_ram, self.patcher.give_up)
 
     def _identity(self, patcher: Any, x: Tensor, codec: str, options: dict[str, Any]) -> ModelIdentity:
         require_visible(patcher, options)
         patches = self._digest.of(patcher.patches)
-        return ModelIdentity(self._model.diffusion_model.made_of, str(x.dtype), codec, patches, x.device.type)
+        made_of = self._model.diffusion_model.made_of
+        return ModelIdentity(made_of, str(x.dtype), codec, patches, str(x.device))
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a run began: between runs nothing tells that a tensor still holds what it held."""
+        return self.upcoming is not None
 
     def begin(self, patcher: Any) -> None:
-        """Before a run, and before ComfyUI asks what it needs: `patcher` is about to sample."""
+        """Before a run, and before ComfyUI asks what it needs: `patcher` is about to sample. None after it."""
         self.upcoming, self._counted = patcher, set()
+        self.conditions.forget()
+        if patcher is not None:
+            self.device = patcher.load_device
+            for warning in settings_warnings(patcher.model_options.get("transformer_options", {})):
+                log.warning("Qwen-Image 2.1: %s", warning)
 
     def watch(self, condition: Condition) -> None:
         """A condition of the run: some guiders keep theirs where nobody else finds them."""
@@ -112,6 +119,7 @@ class PrefixStore:
     def end(self) -> None:
         """After a run: let go of its prefixes, which only the store may keep, and be ready to yield them."""
         self.upcoming = None
+        self.conditions.forget()
         for condition in self._conditions:
             condition.prefixes.clear()
         self.patcher.register()
@@ -121,7 +129,7 @@ class PrefixStore:
         without what another condition of the run was asked for before."""
         if self.upcoming is None:
             return 0
-        settings = PrefixSettings(**self.upcoming.model_options.get("transformer_options", {}).get(OPTIONS, {}))
+        settings = settings_of(self.upcoming.model_options.get("transformer_options", {}))
         if settings.device == "cpu":
             return 0
         config, dtype = self._model.diffusion_model.config, self._model.compute_dtype
@@ -141,12 +149,12 @@ class PrefixStore:
         """Key and tokens of the units of a text that are not on the device."""
         keys, tokens = condition.keys[row], condition.layout(row).unit_tokens
         present = 0
-        if self._patcher is not None and settings.cache and condition.stable:
+        if len(self.store) and settings.cache and condition.stable:
             x = torch.empty(0, dtype=self._model.compute_dtype, device=self.device)
             options = self.upcoming.model_options.get("transformer_options", {})
             with contextlib.suppress(Unseen):
                 identity = self._identity(self.upcoming, x, codec, options)
-                present = self._patcher.store.holds(identity, keys, self.device)
+                present = self.store.holds(identity, keys, self.device)
         return list(zip(keys, tokens, strict=True))[present:]
 
 

@@ -30,20 +30,25 @@ class StorePatcher(comfy.model_patcher.ModelPatcher):
     """A store that ComfyUI may ask for memory, oldest prefixes first: they move to RAM while there is room, else go.
 
     What is not in ComfyUI's list of loaded models is never asked, so `register` puts the store there after a run.
-    Nothing is ever loaded by ComfyUI: prefixes come by sampling.
+    Nothing is ever loaded by ComfyUI: prefixes come by sampling. The patchers of several devices may share a store.
     """
 
-    def __init__(self, load_device: torch.device) -> None:
-        self.store = Store(store_budget())
+    def __init__(self, load_device: torch.device, store: Store | None = None) -> None:
+        self.store = Store(store_budget()) if store is None else store
         self.load_device = load_device  # ComfyUI 0.3.64 asks for the size while it is being made
         super().__init__(_Shelf(load_device), load_device, torch.device("cpu"))
 
     def register(self) -> None:
-        """Be among the loaded models, if there is anything to yield."""
+        """Be among the loaded models, if there is anything to yield.
+
+        Not by way of `load_models_gpu`, which would first make room for a run, out of other models' weights.
+        """
         self.spare_ram()
         known = any(loaded.model is self for loaded in comfy.model_management.current_loaded_models)
         if not known and self.loaded_size():
-            comfy.model_management.load_models_gpu([self])
+            entry = comfy.model_management.LoadedModel(self)
+            entry.model_load()  # nothing: it only makes the entry a loaded one
+            comfy.model_management.current_loaded_models.insert(0, entry)
 
     def spare_ram(self) -> None:
         """Give up prefixes in RAM where it runs short."""

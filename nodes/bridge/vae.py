@@ -55,11 +55,14 @@ class Qwen21VAE(Asked):
         self.alpha = alpha
         self.name = name
         self.made_for = made_for  # pixels a side, where the model knows one size alone
-        # what its latents depend on besides their pixels
-        self.identity = f"{patcher.model.made_of} {dtype} {self.device.type}"
-        self._latents: OrderedDict[str, Tensor] = OrderedDict()
+        self._latents: OrderedDict[tuple[str, str], Tensor] = OrderedDict()
 
-    def decode(self, samples: Tensor, vae_options: dict | None = None) -> Tensor:
+    @property
+    def identity(self) -> str:
+        """What its latents depend on besides their pixels. Core's SelectVAEDevice gives a copy another device."""
+        return f"{self.first_stage_model.made_of} {self.vae_dtype} {self.device}"
+
+    def decode(self, samples: Tensor, vae_options: dict | None = None, **_: Any) -> Tensor:
         """Pictures of raw latents; RGB or RGBA as the loader's `alpha` says."""
         budget = self._load(samples, decode=True)
         return self._picture(lambda z: tiling.decode(self._vae, z, budget, check_cancel=check_cancel), samples)
@@ -70,7 +73,7 @@ class Qwen21VAE(Asked):
         self._load(samples, decode=True, tile=tile)
         return self._picture(lambda z: tiling.decode_tiled(self._vae, z, tile, check_cancel), samples)
 
-    def encode(self, pixel_samples: Tensor) -> Tensor:
+    def encode(self, pixel_samples: Tensor, **_: Any) -> Tensor:
         """Raw latents of pictures [B, H, W, C]; without alpha they are opaque. Sides are cropped to multiples of 16."""
         pixels, notes = self._pixels(pixel_samples)
         budget = self._load(pixels, decode=False)
@@ -87,15 +90,16 @@ class Qwen21VAE(Asked):
 
     def encode_reference(self, reference: Reference) -> Tensor:
         """Raw latent [1, 64, h, w] of a reference; the last few are remembered by their pixels."""
-        if reference.digest not in self._latents:
+        key = reference.digest, self.identity
+        if key not in self._latents:
             pixels = to_vae_pixels(reference.image)
             budget = self._load(pixels, decode=False)
             latent = self._latent(lambda x: tiling.encode(self._vae, x, budget, check_cancel=check_cancel), pixels)
-            self._latents[reference.digest] = latent
+            self._latents[key] = latent
             while len(self._latents) > KEPT_LATENTS:
                 self._latents.popitem(last=False)
-        self._latents.move_to_end(reference.digest)
-        return self._latents[reference.digest].clone()  # another node may change what it is given
+        self._latents.move_to_end(key)
+        return self._latents[key].clone()  # another node may change what it is given
 
     def spacial_compression_decode(self) -> int:
         return LATENT_PIXELS

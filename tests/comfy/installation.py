@@ -2,6 +2,7 @@
 
 COMFYUI_PATHS names several (separated as PATH is), COMFYUI_PATH one; without them ~/ComfyUI and ~/ComfyUI-0.3.64.
 COMFYUI_FRONTEND is a version of the frontend's package; without it each copy gets the one that it asks for.
+COMFYUI_NEWEST_CORE=1 runs each a second time with what the newest core has and it lacks (newest_core.py).
 COMFYUI_PYTHON is the interpreter that has ComfyUI's requirements, by default the one that runs the tests.
 """
 
@@ -16,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FRONTEND = "comfyui-frontend-package"
 NEEDED = ("aiohttp", "alembic", "torchsde", "yaml")  # of ComfyUI's requirements, those that nobody else brings
+NEWEST = "QWEN21_AS_NEWEST_CORE"  # tells a process of ComfyUI to put the stand-in in place
 PROBE = """
 import importlib.metadata as m, importlib.util as u, sys
 missing = [name for name in sys.argv[2:] if u.find_spec(name) is None]
@@ -30,15 +32,26 @@ print(",".join(missing) + "|" + version)
 class Installation:
     """One checkout of ComfyUI. `prepare` first."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, newest: bool = False) -> None:
+        """`newest`: with our stand-in of the newest core in place before the pack is loaded."""
+        self.path, self.newest = path, newest
         self.python_path = os.environ.get("COMFYUI_PYTHON") or sys.executable
         self._side: Path | None = None  # packages that this version needs in another version than is installed
 
     def __str__(self) -> str:
+        return f"{self.version} as newest" if self.newest else self.version
+
+    @property
+    def version(self) -> str:
         file = self.path / "comfyui_version.py"
         found = re.search(r'__version__ = "([\w.]+)"', file.read_text()) if file.is_file() else None
         return found[1] if found else self.path.name
+
+    def as_newest(self) -> Installation:
+        """The same checkout, prepared as this one is, as the newest core."""
+        twin = Installation(self.path, newest=True)
+        twin._side = self._side
+        return twin
 
     def prepare(self, folder: Path) -> str:
         """Make it runnable, with `folder` for packages; returns why it cannot be, or nothing."""
@@ -60,7 +73,8 @@ class Installation:
 
     def environment(self) -> dict[str, str]:
         """Of its processes: two threads that sleep while they wait, and none of our own folders on the path."""
-        kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        kept = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", NEWEST)}
+        kept |= {NEWEST: "1"} if self.newest else {}
         side = {"PYTHONPATH": str(self._side)} if self._side else {}
         threads = {"OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
         return {**kept, **side, **threads, "PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"}
@@ -92,4 +106,5 @@ def installations() -> list[Installation]:
         paths = [Path(one).expanduser()]
     else:
         paths = [Path.home() / "ComfyUI", Path.home() / "ComfyUI-0.3.64"]
-    return [Installation(path) for path in paths]
+    kinds = [False, True] if os.environ.get("COMFYUI_NEWEST_CORE") else [False]
+    return [Installation(path, newest) for path in paths for newest in kinds]

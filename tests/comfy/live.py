@@ -31,7 +31,7 @@ class Live:
 
     def __init__(self, server: LiveServer) -> None:
         self.server, self.models = server, server.models
-        self.version = tuple(int(part) for part in str(server.installation).split("."))
+        self.version = tuple(int(part) for part in server.installation.version.split("."))
 
     def run(self, graph: Graph, **extra_data: Any) -> Ran:
         result = self.server.post(graph, **extra_data)

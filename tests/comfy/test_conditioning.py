@@ -140,16 +140,12 @@ def test_without_a_vae_the_encoders_view_is_used(comfy, oracle):
 @pytest.mark.parametrize(
     ("nodes", "words"),
     [
-        ({"changed": core(latents=0)}, "encoded with 2 references but only 0 reference latents arrived"),
-        ({"changed": core(latents=1)}, "encoded with 2 references but only 1 reference latents arrived"),
         ({"changed": core(slots="5,4")}, "image slots [5, 4] must rise"),
         ({"changed": core(slots="5,9999")}, "image slots [5, 9999] must rise"),
         ({"pos": WITHOUT_VAE, "changed": splice("first")}, "encoded with 2 references but 1 arrived"),
         ({"changed": splice()}, "no open slots"),
     ],
     ids=[
-        "slots without latents",
-        "one latent too few",
         "falling",
         "beyond the text",
         "splice other count",

@@ -84,8 +84,10 @@ def test_latents_beyond_the_slots_go_to_the_end_with_a_warning():
     slots, warning = settle_slots([1], 3, 9)
     assert slots == (1, 9, 9)
     assert "2 of 3" in warning
-    with pytest.raises(UserError, match="encoded with 2 references but only 1"):
-        settle_slots([1, 2], 1, 9)
+    slots, warning = settle_slots([1, 2], 1, 9)
+    assert slots == (1,)
+    assert "1 of 2" in warning and "wire the VAE" in warning
+    assert settle_slots([1, 2], 0, 9)[0] == ()
 
 
 def test_units_end_with_images():

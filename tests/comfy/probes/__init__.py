@@ -7,6 +7,7 @@ import comfy.model_management
 import comfy.patcher_extension
 import torch
 
+from .core import MAPPINGS as CORES
 from .finite import ProbeFinite
 from .memory import MAPPINGS
 
@@ -287,4 +288,4 @@ NODE_CLASS_MAPPINGS = {
         ProbeShow, ProbeModel, ProbePatch, ProbeClone, ProbeCoreConditioning, ProbeOther, ProbeLatent, ProbeMask,
         ProbeImage, ProbeSigmas, ProbeConditioning, ProbeFinite,
     )
-} | MAPPINGS  # fmt: skip
+} | MAPPINGS | CORES  # fmt: skip
