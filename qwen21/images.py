@@ -219,8 +219,8 @@ def kept_outside(
         return painted
     size = painted[0].size
     white = torch.nn.functional.interpolate(_whiteness(mask)[None, None], size=size[::-1], mode="bilinear")
-    share, own = white[0, 0, :, :, None].double().numpy(), np.asarray(fit(picture, size)).astype(np.float64)
-    return [_blended(own, np.asarray(to_rgba(each)).astype(np.float64), share) for each in painted]
+    share, own = white[0, 0, :, :, None].numpy(), np.asarray(fit(picture, size), dtype=np.float32)
+    return [_blended(own, np.asarray(to_rgba(each), dtype=np.float32), share) for each in painted]
 
 
 def _blended(own: np.ndarray, painted: np.ndarray, share: np.ndarray) -> Image.Image:
