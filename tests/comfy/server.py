@@ -98,7 +98,7 @@ class Running:
 
     def _finish(self) -> None:
         self._over = True
-        self._socket.close()
+        self._socket.__exit__()
         self.result.history = self._api.history(self.result.prompt_id)
         for kind, data in self.result.messages:
             if kind == "execution_error":
@@ -110,7 +110,7 @@ class Running:
             told = found["errors"][0]
             self.result.error, self.result.error_node = f"{told['message']}: {told['details']}", node
         if self._over:
-            self._socket.close()
+            self._socket.__exit__()
             self.result.error = self.result.error or answer["error"]["message"]
 
 
