@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..choices import ATTENTIONS, CANVASES, EDIT_NOISES, KV_DEVICES, KV_STORAGES, SCHEDULES
 from ..config.networks import MAX_REFERENCES
+from ..errors import UserError
 
 if TYPE_CHECKING:
-    from ..sampling.euler import GuidanceRange
+    pass
 
 
 def add_generate(p: argparse.ArgumentParser) -> None:
@@ -77,7 +78,7 @@ def add_generate(p: argparse.ArgumentParser) -> None:
         help=f"references, up to {MAX_REFERENCES}, in order; the prompt may call them <image1>, <image2>, ...",
     )
     picture.add_argument(
-        "--size", metavar="WxH", type=_size, help="output size in pixels, rounded down to multiples of 32"
+        "--size", metavar="WxH", type=_option("size"), help="output size in pixels, rounded down to multiples of 32"
     )
     picture.add_argument(
         "--resolution",
@@ -111,20 +112,20 @@ def add_generate(p: argparse.ArgumentParser) -> None:
     sampling.add_argument(
         "--sigmas",
         metavar="S,S,...",
-        type=_sigmas,
+        type=_option("sigmas"),
         help="a grid of your own, strictly falling within 1 and 0, taken as it is; end it with 0",
     )
     sampling.add_argument(
         "--shift",
         metavar="MU|dynamic",
-        type=_shift,
+        type=_option("shift"),
         help="shift --sigmas: by e^MU, or as the released schedule does at this size, but without its terminal sigma",
     )
     sampling.add_argument("--cfg", metavar="C", type=float, default=1.0, help="guides above 1, which needs --negative")
     sampling.add_argument(
         "--cfg-range",
         metavar="A:B:CFG",
-        type=_cfg_range,
+        type=_option("cfg_range"),
         nargs="+",
         action="extend",
         default=[],
@@ -230,12 +231,18 @@ def add_run(p: argparse.ArgumentParser) -> None:
     p.add_argument("--verbose", action="store_true", help="show the texts of nodes, and tracebacks, on stderr")
 
 
-def _size(text: str) -> tuple[int, int]:
-    try:
-        width, height = (int(part) for part in text.lower().split("x"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size, expected WIDTHxHEIGHT such as 1024x768") from None
-    return width, height
+def _option(name: str) -> Callable[[str], Any]:
+    """Reads the text of a flag as `Request.from_dict` reads the option of that name."""
+
+    def read(text: str) -> Any:
+        from ..request.options import read_cfg_range, read_option
+
+        try:
+            return read_cfg_range(text) if name == "cfg_range" else read_option(name, text)
+        except UserError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return read
 
 
 def _lora(text: str) -> tuple[Path, float]:
@@ -255,32 +262,3 @@ def _lora(text: str) -> tuple[Path, float]:
         limits = f"-{LARGEST_STRENGTH:g} to {LARGEST_STRENGTH:g}"
         raise argparse.ArgumentTypeError(f"{text!r} has strength {strength:g}, expected {limits}")
     return Path(path), strength
-
-
-def _sigmas(text: str) -> tuple[float, ...]:
-    try:
-        return tuple(float(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of sigmas, expected such as 1,0.7,0.3,0") from None
-
-
-def _shift(text: str) -> float | str:
-    from ..sampling.schedule import DYNAMIC
-
-    try:
-        mu = text if text == DYNAMIC else float(text)
-    except ValueError:
-        mu = math.nan
-    if mu != DYNAMIC and not math.isfinite(mu):
-        raise argparse.ArgumentTypeError(f"{text!r} is no shift, expected a number such as 0.7, or {DYNAMIC}")
-    return mu
-
-
-def _cfg_range(text: str) -> GuidanceRange:
-    from ..sampling.euler import GuidanceRange
-
-    try:
-        first, last, cfg = text.split(":")
-        return GuidanceRange(int(first), int(last), float(cfg))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no CFG range, expected A:B:CFG such as 1:10:4.0") from None

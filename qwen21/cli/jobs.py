@@ -18,6 +18,8 @@ MAX_JOBS = 10_000
 SHARED = ("model", "dit", "encoder", "vae", "tokenizer", "dtype", "device", "lora", "keep", "kv_storage", "kv_device",
           "kv_budget", "force", "compile", "cuda_graph", "attention", "repeat", "session")  # fmt: skip
 
+NO_FLAGS = ("command", "run", "free", "picture", "done")  # what else the arguments of a command hold
+
 EXAMPLE = '{"prompt": "a cat", "out": "cat.png"}'
 
 Parse = Callable[[Sequence[str]], argparse.Namespace]
@@ -73,35 +75,36 @@ def _merged(a: argparse.Namespace, job: Any, number: int, parse: Parse) -> argpa
         raise UserError(f"{a.session}: job {number} is {short(job)}, expected a table such as {EXAMPLE}")
     merged = argparse.Namespace(**vars(a))
     for key, value in job.items():
-        flag = key.replace("_", "-")
-        name = flag.replace("-", "_")
+        name = key.replace("-", "_")
         if name in SHARED:
             raise UserError(f"{a.session}: job {number}: {short(key)} holds for all jobs; leave it to the command line")
-        if not hasattr(a, name) or name in ("command", "run"):
+        if not hasattr(a, name) or name in NO_FLAGS:
             raise UserError(f"{a.session}: job {number}: there is no flag {short(key)}; see generate --help")
         try:
-            setattr(merged, name, _parsed(flag, name, value, parse))
+            setattr(merged, name, _read_value(name, value, parse))
         except UserError as error:
             raise UserError(f"{a.session}: job {number}: {short(key)}: {error}") from error
     return merged
 
 
-def _parsed(flag: str, name: str, value: Any, parse: Parse) -> Any:
-    """A JSON value as the command line reads it; null is what the flag is without being given, [] nothing."""
+def _read_value(name: str, value: Any, parse: Parse) -> Any:
+    """A job's value as its flag holds it; null is what the flag is without being given, [] nothing."""
+    from ..request.options import read_option
+
     if value is None:
         return getattr(parse([]), name)
-    several = isinstance(value, list)
-    if several and not isinstance(getattr(parse([]), name), list):
+    if name in ("out", "save_latent"):
+        if not isinstance(value, str):
+            raise UserError(f"got {short(value)}, expected a file's name")
+        return Path(value)
+    if name == "prompt" and isinstance(value, list):
         raise UserError(f"got {short(value)}, expected one value")
-    # In one word each, for a value may begin with a dash.
-    words = [f"--{flag}={_word(each)}" for each in (value if several else [value])]
-    return getattr(parse(words), name)
-
-
-def _word(value: Any) -> str:
-    if isinstance(value, (list, dict, bool)) or value in (None, "--"):  # argparse drops `--`, wherever it stands
-        raise UserError(f"got {short(value)}, expected a string, a number, or a list of them")
-    return str(value)
+    read = read_option(name, value)
+    if name == "image":
+        return [Path(path) for path in read]
+    if name in ("init_image", "mask"):
+        return Path(read)
+    return ("on" if read else "off") if name == "prefix_cache" else read
 
 
 def _repeated(job: argparse.Namespace, i: int) -> argparse.Namespace:

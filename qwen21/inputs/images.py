@@ -28,23 +28,45 @@ LARGEST_WEBP = 16383  # pixels a side
 READABLE = "a PNG, JPEG or WebP picture"
 
 
+def open_any(picture: Image.Image | bytes | str | os.PathLike[str]) -> Image.Image:
+    """A picture as an RGBA image, turned upright: a path, the bytes of a file, or a PIL image.
+
+    `UserError` as `open_image` raises it.
+    """
+    if isinstance(picture, Image.Image):
+        return to_rgba(_upright(picture))
+    if isinstance(picture, (bytes, bytearray)):
+        try:
+            return _decode(io.BytesIO(picture))
+        except (MemoryError, UserError):
+            raise
+        except Exception as error:  # decoders of damaged files raise nearly anything
+            raise UserError(f"the picture cannot be read ({_one_line(error)}); expected {READABLE}") from None
+    return open_image(picture)
+
+
+def _decode(source: Path | io.BytesIO) -> Image.Image:
+    """The RGBA image that a file or its bytes hold."""
+    Image.init()  # or a format that this Pillow was built without would be a KeyError
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # large is fine; above twice that it raises
+        with Image.open(source, formats=[name for name in FORMATS if name in Image.OPEN]) as image:
+            image.load()
+            return to_rgba(_upright(image))
+
+
 def open_image(path: str | os.PathLike[str]) -> Image.Image:
     """The picture in a file as an RGBA image, turned upright by its EXIF orientation; of an animation the first frame.
 
     `UserError` if there is no such file, or it is not a picture, damaged, or larger than Pillow's bomb limit.
     """
     path = Path(path)
-    Image.init()  # or a format that this Pillow was built without would be a KeyError
     try:
         if path.is_dir():
             raise UserError(f"{str(path)!r} is a folder, expected {READABLE}; name one file in it")
         if path.exists() and not path.is_file():  # a pipe would wait for ever
             raise UserError(f"{str(path)!r} is no regular file, expected {READABLE}")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", Image.DecompressionBombWarning)  # large is fine; above twice that it raises
-            with Image.open(path, formats=[name for name in FORMATS if name in Image.OPEN]) as image:
-                image.load()
-                return to_rgba(_upright(image))
+        return _decode(path)
     except FileNotFoundError:
         raise UserError(f"{str(path)!r} does not exist, expected {READABLE}; check the path") from None
     except UnidentifiedImageError:
@@ -136,7 +158,7 @@ def png_bytes(image: Image.Image | np.ndarray | torch.Tensor, text: Mapping[str,
     chunks = PngImagePlugin.PngInfo()
     for key, value in (text or {}).items():
         chunks.add_text(key, value.encode("utf-8", "replace").decode("utf-8"))
-    stream = io.BytesIO()
+    stream = io.io.BytesIO()
     image.save(stream, format="PNG", pnginfo=chunks)
     return stream.getvalue()
 
@@ -152,7 +174,7 @@ def picture_bytes(image: Image.Image, suffix: str, text: Mapping[str, str] | Non
     exif = Image.Exif()
     if text:
         exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = b"ASCII\0\0\0" + json.dumps(dict(text)).encode()
-    stream = io.BytesIO()
+    stream = io.io.BytesIO()
     if suffix == ".webp":
         to_rgba(image).save(stream, "WEBP", lossless=True, exact=True, exif=exif)
         return stream.getvalue()

@@ -6,12 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from PIL import Image
-
-from .checkpoint.load import ModelFiles
-from .config.networks import LATENT_PIXELS, MAX_BATCH
-from .errors import UserError
-from .inputs.prompt import (
+from ..checkpoint.load import ModelFiles
+from ..config.networks import LATENT_PIXELS, MAX_BATCH
+from ..errors import UserError
+from ..inputs.prompt import (
     DEFAULT_RESOLUTION,
     Reference,
     Size,
@@ -21,52 +19,15 @@ from .inputs.prompt import (
     prepare_references,
     reference_size,
 )
-from .sampling.euler import GuidanceRange, guidance, guides, noise_seed
-from .sampling.schedule import DYNAMIC, Schedule, custom_schedule, make_schedule, turbo_warnings
+from ..sampling.euler import guidance, guides, noise_seed
+from ..sampling.schedule import DYNAMIC, Schedule, custom_schedule, make_schedule, turbo_warnings
+from .request import Request
 
 MAX_STEPS = 1000
 SEEDS = 2**64
 MAX_SIDE = 16384  # pixels
 MIN_DENOISE = 0.001
 MAX_ASPECT_CHANGE = 1.05  # so much the grid of 32 pixels may change a picture's shape, which at usual sizes is less
-
-
-@dataclass(frozen=True)
-class Request:
-    """What to paint. Sizes in pixels; `size` overrides `canvas`, `sigmas` overrides `schedule`. Without `size` and
-    references the output follows the shape of `init_image`.
-
-    `prompts` is one prompt, or one per picture of the batch; unequal prompts each give their solo result.
-    """
-
-    prompts: str | tuple[str, ...]
-    negative: str | None = None
-    references: tuple[Image.Image, ...] = ()
-    cfg: float = 1.0
-    cfg_ranges: tuple[GuidanceRange, ...] = ()
-    steps: int | None = None
-    schedule: str = "auto"
-    sigmas: tuple[float, ...] | None = None
-    shift: float | str | None = None  # of `sigmas`: mu, or dynamic
-    seed: int = 0
-    size: tuple[int, int] | None = None
-    resolution: int | None = None  # 0 is each picture's own size, None what the model is made for
-    canvas: str = "last"
-    batch: int = 1
-    edit_noise: str = "decorrelated"
-    init_image: Image.Image | None = None
-    mask: Image.Image | None = None
-    denoise: float = 1.0
-    prefix_cache: bool = True
-
-    @property
-    def prompt_list(self) -> list[str]:
-        return [self.prompts] * self.batch if isinstance(self.prompts, str) else list(self.prompts)
-
-    @property
-    def encodes(self) -> bool:
-        """Whether pictures go into the VAE."""
-        return bool(self.references) or self.init_image is not None
 
 
 @dataclass(frozen=True)
