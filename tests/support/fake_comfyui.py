@@ -47,13 +47,13 @@ class _QuietServer(ThreadingHTTPServer):
 
 
 class FakeComfy:
-    """`play` runs in a thread of its own once a workflow is queued; it tells messages and ends with `attn_out_mlp`.
+    """`play` runs in a thread of its own once a workflow is queued; it tells messages and ends with `finish`.
 
     Attributes tell what came in: `posted` (bodies of /prompt), `uploads` ((name, data)), `calls` ((path, body)).
     """
 
     def __init__(self, play: Callable[[FakeComfy], None] | None = None) -> None:
-        self.play = play or (lambda fake: fake.attn_out_mlp())
+        self.play = play or (lambda fake: fake.finish())
         self.posted: list[dict[str, Any]] = []
         self.uploads: list[tuple[str, bytes]] = []
         self.calls: list[tuple[str, Any]] = []
@@ -100,7 +100,7 @@ class FakeComfy:
         """A message about the workflow that runs."""
         self.send(json.dumps({"type": kind, "data": {"prompt_id": self.prompt_id, **data}}))
 
-    def attn_out_mlp(
+    def finish(
         self, outputs: dict[str, Any] | None = None, error: dict[str, Any] | None = None, told: bool = True
     ):
         """As ComfyUI: success is told, then the history is written, then the last `executing` is told."""
