@@ -158,7 +158,7 @@ def png_bytes(image: Image.Image | np.ndarray | torch.Tensor, text: Mapping[str,
     chunks = PngImagePlugin.PngInfo()
     for key, value in (text or {}).items():
         chunks.add_text(key, value.encode("utf-8", "replace").decode("utf-8"))
-    stream = io.io.BytesIO()
+    stream = io.BytesIO()
     image.save(stream, format="PNG", pnginfo=chunks)
     return stream.getvalue()
 
@@ -174,7 +174,7 @@ def picture_bytes(image: Image.Image, suffix: str, text: Mapping[str, str] | Non
     exif = Image.Exif()
     if text:
         exif.get_ifd(ExifTags.IFD.Exif)[ExifTags.Base.UserComment] = b"ASCII\0\0\0" + json.dumps(dict(text)).encode()
-    stream = io.io.BytesIO()
+    stream = io.BytesIO()
     if suffix == ".webp":
         to_rgba(image).save(stream, "WEBP", lossless=True, exact=True, exif=exif)
         return stream.getvalue()

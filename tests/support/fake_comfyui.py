@@ -100,9 +100,7 @@ class FakeComfy:
         """A message about the workflow that runs."""
         self.send(json.dumps({"type": kind, "data": {"prompt_id": self.prompt_id, **data}}))
 
-    def finish(
-        self, outputs: dict[str, Any] | None = None, error: dict[str, Any] | None = None, told: bool = True
-    ):
+    def finish(self, outputs: dict[str, Any] | None = None, error: dict[str, Any] | None = None, told: bool = True):
         """As ComfyUI: success is told, then the history is written, then the last `executing` is told."""
         messages = [["execution_start", {}]] + ([["execution_error", error]] if error else [])
         if not error and told:

@@ -13,5 +13,5 @@ def test_heads_of_the_last_references_are_kept_while_memory_allows(monkeypatch, 
     names = [("a",), ("b",), ("b", "a"), ("b", "a", "c")]
     contexts = ReferenceContexts({name: ReferenceContext(torch.zeros(4, 8), ()) for name in names})
     monkeypatch.setattr(encode_cache, "available_ram", lambda: free * 4 * 4 * 8)
-    contexts.settle(("b", "a"))
+    contexts.keep_only(("b", "a"))
     assert list(contexts) == [("b",), ("b", "a")] * kept

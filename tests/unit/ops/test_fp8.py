@@ -7,6 +7,7 @@ import torch
 from comfy_kitchen.backends.eager import quantization as kitchen
 from safetensors.torch import load_file
 
+from qwen21.checkpoint import fp8_policy
 from qwen21.checkpoint.fp8_policy import Fp8
 from qwen21.checkpoint.load import find_dit, find_encoder, find_files, load
 from qwen21.cli.main import main
@@ -170,7 +171,7 @@ NAMES = ("transformer_blocks.3.attn.to_q", "transformer_blocks.30.img_mlp.out", 
     ],
 )
 def test_keep_patterns(pattern, expected):
-    assert tuple(int(quantized.matches(pattern, name)) for name in NAMES) == expected
+    assert tuple(int(fp8_policy.matches(pattern, name)) for name in NAMES) == expected
     assert tuple(int(not Fp8((pattern,)).takes(name)) for name in NAMES) == expected
 
 
