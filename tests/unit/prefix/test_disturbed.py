@@ -93,7 +93,7 @@ def run(pipeline, prompt="a cat", watch=None):
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_file_replaced_between_runs(folder, others, part):
-    """The next run reads it, and reuses nothing that the old one made. Put back, the old file counts as another one too:
+    """The next run reads it, and reuses nothing that the old one made. Put back, the old file counts as another too:
     moving it changed its time of change, and a miss is safe where a stale prefix is not."""
     warm = Pipeline(find_folder(folder))
     first, _ = run(warm)
