@@ -20,7 +20,7 @@ _HOMES = {
     "Request": "request",
     "Result": "pipeline",
     "UserError": "errors",
-    "Watch": "pipeline",
+    "Watch": "watch",
     "load": "loading",
 }
 __all__ = ["__version__", *_HOMES]

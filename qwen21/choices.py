@@ -8,5 +8,6 @@ COMPONENTS = {"transformer": "dit", "text_encoder": "encoder", "vae": "vae"}  # 
 COMPONENT_FOLDERS = {slot: name for name, slot in COMPONENTS.items()}
 KV_STORAGES = ("auto", "native", "fp8", "fp8_v", "int8")  # how a prefix is kept; see `prefix/codecs.py`
 KV_DEVICES = ("auto", "gpu", "cpu")  # where a prefix is kept
+PREFILLS = ("segments", "flex")  # how a prefix is computed; see `models/flex_prefill.py`
 # Kernels that attend; see `ops/attention_backends.py`.
 ATTENTIONS = ("auto", "sdpa", "cudnn", "flash", "efficient", "sage", "compiled")

@@ -15,7 +15,7 @@ from .errors import UserError
 from .lora.read import read_lora
 from .memory import estimate
 from .mini import located
-from .networks import dtypes, fit_together, pick_device
+from .networks import dtypes, fit_together, pick_device, require_prefill
 from .ops.attention_backends import require_attention
 from .ops.pointwise import CompiledKernels
 from .pipeline import Pipeline
@@ -39,6 +39,7 @@ def load(
     attention: str = "auto",
     compile: bool = False,
     cuda_graph: bool = False,
+    prefill: str = "segments",
     kv_storage: str = "auto",
     kv_device: str = "auto",
     kv_budget: float | None = None,
@@ -69,6 +70,7 @@ def load(
         check_keep(fp8, (files.dit, files.encoder))
     computed_in = _fitting(dtypes(dtype, computes_on), files, fp8)
     require_attention(attention, computed_in, computes_on)
+    require_prefill(prefill, compile)
     named = [lora if isinstance(lora, tuple) else (lora, 1.0) for lora in loras]
     if keep_loaded is None:
         keep_loaded = fit_together(files, computed_in, computes_on, fp8)
@@ -83,6 +85,7 @@ def load(
         fp8=fp8,
         kernels=CompiledKernels() if compile else None,
         attention=attention,
+        prefill=prefill,
         cuda_graph=cuda_graph,
         store=Store(estimate.store_budget() if kv_budget is None else int(kv_budget * GIB)),
     )

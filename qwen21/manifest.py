@@ -45,6 +45,7 @@ class RunFacts:
     fp8: Fp8 | None
     attention: str
     kernels: str
+    prefill: str
     loras: Sequence[tuple[Lora, float]]
     warnings: Sequence[str]
 
@@ -84,6 +85,7 @@ def build_manifest(
         "kernels": run.kernels,
         "prefix": {
             "cache": request.prefix_cache,
+            "prefill": run.prefill,
             "codec": ", ".join(dict.fromkeys(prefix.reuse.codec for prefix in prefixes)),
             "tokens": [prefix.layout.length for prefix in prefixes],
             "bytes": sum({key: n for prefix in prefixes for key, n in prefix.kv_blocks.items()}.values()),

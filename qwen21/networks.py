@@ -12,6 +12,7 @@ import torch
 from .checkpoint.fp8_policy import Fp8
 from .checkpoint.load import ModelFiles, load
 from .checkpoint.quant_formats import DTYPES
+from .choices import PREFILLS
 from .errors import UserError
 from .lora.apply import apply_loras
 from .lora.read import Lora
@@ -41,6 +42,14 @@ def dtypes(name: str, device: torch.device) -> tuple[torch.dtype, ...]:
     if name not in DTYPES:
         raise UserError(f"dtype is {name!r}, expected auto, fp8 or one of {', '.join(DTYPES)}")
     return (DTYPES[name],)
+
+
+def require_prefill(prefill: str, compiled: bool) -> None:
+    """Refuse a way to prefill that is unknown, or that would need `compiled` kernels."""
+    if prefill not in PREFILLS:
+        raise UserError(f"prefill is {prefill!r}, expected one of {', '.join(PREFILLS)}")
+    if prefill == "flex" and not compiled:
+        raise UserError("--prefill flex works compiled alone: add --compile, or take --prefill segments")
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -28,6 +28,7 @@ from .manifest import RunFacts, build_manifest
 from .memory import estimate
 from .models import vae_tiling
 from .models.dit import DiT
+from .models.flex_prefill import FlexPrefill
 from .networks import Networks, free_bytes
 from .ops import backend
 from .ops.attention import AttentionFunction, sdpa
@@ -40,6 +41,7 @@ from .request import Request, ResolvedRequest, resolve_request
 from .sampling import cuda_graph as graph
 from .sampling.euler import Start, draw_noise, sample
 from .sampling.schedule import turbo_warnings
+from .watch import Watch
 
 
 @dataclass(frozen=True)
@@ -51,16 +53,6 @@ class Result:
     latents: Tensor
     manifest: dict[str, Any]
     prefixes: list[PrefixFacts]
-
-
-@dataclass
-class Watch:
-    """What a caller wants to hear of a run, and its way to stop one."""
-
-    check_cancel: Callable[[], None] = lambda: None
-    on_step: Callable[[int, int, Tensor], None] = lambda i, n, latent: None
-    on_stage: Callable[[str], None] = lambda stage: None
-    on_warning: Callable[[str], None] = lambda warning: None  # of what was not as asked, mostly before the work starts
 
 
 @dataclass
@@ -82,6 +74,7 @@ class Pipeline:
     fp8: Fp8 | None = None  # block linears that are not quantized yet are kept in fp8
     kernels: Kernels | None = None  # those of the back end, else the best that need no compiler
     attention: str = "auto"  # see `ops.attention_backends.choose_attention`
+    prefill: str = "segments"  # or flex, with compiled kernels; see `models/flex_prefill.py`
     cuda_graph: bool = False  # replay steps whose launches hold the GPU up; see `sampling/cuda_graph.py`
     notes: Sequence[str] = ()  # of how it was set up, to be told of each run
     store: Store = field(default_factory=lambda: Store(estimate.store_budget()))
@@ -124,7 +117,9 @@ class Pipeline:
 
     def _run_facts(self, resolved: ResolvedRequest) -> RunFacts:
         attention, kernels, warnings = self.attention_name, self.kernels.name, self.warnings(resolved)
-        return RunFacts(self.files, self.dtype, self.device, self.fp8, attention, kernels, self.loras, warnings)
+        return RunFacts(
+            self.files, self.dtype, self.device, self.fp8, attention, kernels, self.prefill, self.loras, warnings
+        )
 
     def _encode_prompts(
         self, resolved: ResolvedRequest, watch: Watch
@@ -225,11 +220,12 @@ class Pipeline:
         watch.on_stage("prefilling")
         graphs = graph.StepGraphs() if self.cuda_graph and not self._ineffective_cuda_graph(resolved) else None
 
+        prefiller = dit if self.prefill == "segments" else FlexPrefill(dit)
         identity = partial(self._prefix_identity, resolved)
         lays_out = self.networks.backend.lays_out
 
         def service(working: int) -> PrefixService:
-            return PrefixService(dit, self.placement(working), self.codec, identity, lays_out)
+            return PrefixService(prefiller, self.placement(working), self.codec, identity, lays_out)
 
         branch = partial(
             GuidanceBranch,
@@ -323,7 +319,8 @@ class Pipeline:
     def identity(self, codec: str) -> ModelIdentity:
         """What the K and V of this pipeline's prefixes depend on besides their inputs."""
         patches = ", ".join(sorted(f"{lora.digest} at {strength}" for lora, strength in self.loras if strength))
-        return ModelIdentity(self.networks.made_by("dit"), str(self.dtype), codec, patches, self.device.type)
+        made_by = self.networks.made_by("dit")
+        return ModelIdentity(made_by, str(self.dtype), codec, patches, self.device.type, self.prefill)
 
     def placement(self, working: int) -> Placement:
         """Where prefixes are kept beside `working` bytes of activations."""

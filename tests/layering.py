@@ -29,7 +29,7 @@ FLOORS = (
     ("ops",),
     ("inputs",),
     ("config", "sequence"),
-    ("atomic_write", "choices", "system_memory"),
+    ("atomic_write", "choices", "system_memory", "watch"),
     ("errors",),
 )
 MOST_FILES = 12  # at the top of the library, besides the door

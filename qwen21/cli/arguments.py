@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..choices import ATTENTIONS, CANVASES, EDIT_NOISES, KV_DEVICES, KV_STORAGES, SCHEDULES
+from ..choices import ATTENTIONS, CANVASES, EDIT_NOISES, KV_DEVICES, KV_STORAGES, PREFILLS, SCHEDULES
 from ..config.networks import MAX_REFERENCES
 from ..errors import UserError
 
@@ -149,6 +149,13 @@ def add_generate(p: argparse.ArgumentParser) -> None:
         choices=("on", "off"),
         default="on",
         help="off computes the prefix again at every step, to check",
+    )
+    sampling.add_argument(
+        "--prefill",
+        choices=PREFILLS,
+        default="segments",
+        help="flex: the whole prefix in one pass of FlexAttention, with --compile alone; takes the memory of all its "
+        "tokens at once, which plan does not count",
     )
     sampling.add_argument(
         "--kv-storage",

@@ -16,7 +16,7 @@ from ..errors import UserError
 MAX_JOBS = 10_000
 # Flags of the whole process: a job cannot change what the others share.
 SHARED = ("model", "dit", "encoder", "vae", "tokenizer", "dtype", "device", "lora", "keep", "kv_storage", "kv_device",
-          "kv_budget", "force", "compile", "cuda_graph", "attention", "repeat", "session")  # fmt: skip
+          "kv_budget", "force", "compile", "prefill", "cuda_graph", "attention", "repeat", "session")  # fmt: skip
 
 NO_FLAGS = ("command", "run", "free", "picture", "done")  # what else the arguments of a command hold
 

@@ -137,7 +137,7 @@ def build_parser() -> Parser:
 def run_generate(a: argparse.Namespace) -> int:
     from ..lora.read import read_lora
     from ..memory.estimate import store_budget
-    from ..networks import fit_together, pick_device
+    from ..networks import fit_together, pick_device, require_prefill
     from ..ops.attention_backends import require_attention as check_attention
     from ..ops.pointwise import CompiledKernels
     from ..pipeline import Pipeline, Watch
@@ -161,6 +161,7 @@ def run_generate(a: argparse.Namespace) -> int:
     fp8, budget = from_arguments.fp8_of(a), from_arguments.budget_of(a)
     loras = tuple((read_lora(path, files.dit.config), strength) for path, strength in a.lora)
     check_attention(a.attention, dtype, device)
+    require_prefill(a.prefill, a.compile)
     pipeline = Pipeline(
         files,
         dtype,
@@ -172,6 +173,7 @@ def run_generate(a: argparse.Namespace) -> int:
         fp8=fp8,
         kernels=CompiledKernels() if a.compile else None,
         attention=a.attention,
+        prefill=a.prefill,
         cuda_graph=a.cuda_graph,
         notes=(told,) if told else (),
         store=Store(store_budget() if budget is None else budget),

@@ -21,7 +21,7 @@ from ..memory import estimate
 from ..memory.choose import Misfit
 from ..memory.plan import MemoryJob, MemoryPlan, plan_memory
 from ..memory.show import draw, plan_report
-from ..networks import dtypes, free_bytes, pick_device
+from ..networks import dtypes, free_bytes, pick_device, require_prefill
 from ..ops.attention_backends import require_attention as check_attention
 from ..prefix.placement import ineffective_flags
 from ..request import Request, ResolvedRequest, decide
@@ -61,6 +61,7 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
     gpu = free is not None
     device = torch.device("cuda" if gpu else "cpu")
     check_attention(a.attention, dtypes(a.dtype, device)[0], device)
+    require_prefill(a.prefill, a.compile)
     decided = decide(opened_request(a, Unread.of), files)
     files.check(encodes=decided.request.encodes)
     planner = Planner(a, files, free)

@@ -138,7 +138,7 @@ class DiT(nn.Module):
             return prefix
         _, modulation = self.modulate(torch.zeros((), device=text.device), text.dtype)
         for segments in missing:
-            started = _seconds(text.device)
+            started = seconds(text.device)
             x = torch.cat([self.embed(segment, text, references) for segment in segments], dim=1)  # [1, S, width]
             kv_block = KVBlock(x.shape[1], codec)
             before = LayerReader(prefix.kv_blocks, x.device, x.dtype)
@@ -146,7 +146,7 @@ class DiT(nn.Module):
                 kv_block, before, segments, x, modulation, storage, attend or self.attend, check_cancel
             )
             kv_block.synchronize()
-            kv_block.seconds = _seconds(text.device) - started
+            kv_block.seconds = seconds(text.device) - started
             prefix.kv_blocks.append(kv_block)
         return prefix
 
@@ -312,7 +312,7 @@ def _own(contiguous: Tensor, start: int) -> Tensor:
     return contiguous[:, :, start:].clone() if start else contiguous
 
 
-def _seconds(device: torch.device) -> float:
+def seconds(device: torch.device) -> float:
     """The time when the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

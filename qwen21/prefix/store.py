@@ -20,7 +20,8 @@ REMEMBERED = 1024  # KV blocks given up whose reason is still known
 class ModelIdentity:
     """What else K and V depend on besides a prefix's inputs. Two are equal where their prefixes may be shared.
 
-    weights: the stamp of the network's files and config; patches: a content hash of the LoRAs in force, or ''.
+    weights: the stamp of the network's files and config; patches: a content hash of the LoRAs in force, or ''. prefill:
+    segments or flex, which round differently.
     """
 
     weights: str
@@ -28,9 +29,11 @@ class ModelIdentity:
     codec: str
     patches: str = ""
     device: str = ""
+    prefill: str = "segments"
 
     NAMES = {"weights": "another checkpoint", "dtype": "another dtype", "codec": "another K/V codec",
-             "patches": "other LoRAs or strengths", "device": "another device"}  # fmt: skip
+             "patches": "other LoRAs or strengths", "device": "another device",
+             "prefill": "another way to prefill"}  # fmt: skip
 
     def changes(self, other: ModelIdentity) -> list[str]:
         """What differs, in words."""

@@ -1,7 +1,6 @@
 """Fused products, a joined prefix and the choice of attention: faster, and the same numbers."""
 
 import sys
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,6 @@ from qwen21.config.networks import DiTConfig
 from qwen21.errors import UserError
 from qwen21.lora.apply import LoraHook
 from qwen21.models.dit import DiT, fuse
-from qwen21.models.flex_prefill import FlexPrefill
 from qwen21.ops import attention_backends, fused_linear
 from qwen21.ops.attention import prefixed_attention, sdpa
 from qwen21.ops.attention_backends import Shape, choose_attention
@@ -245,45 +243,3 @@ def test_rows_of_a_batch_find_their_own_keys_behind_a_joined_prefix():
     pieces = [(drawn(5, 1, 2, 6, 8), drawn(6, 1, 2, 6, 8))]
     contiguous = tuple(torch.cat([part, torch.zeros(1, 2, 4, 8)], dim=2) for part in pieces[0])
     assert torch.equal(prefixed_attention(q, k, v, contiguous=contiguous), prefixed_attention(q, k, v, pieces))
-
-
-# --- a prefix in one pass ------------------------------------------------------------------------------------------
-
-
-@torch.inference_mode()
-@pytest.mark.parametrize("codec", ["native", "int8"])
-@pytest.mark.parametrize(
-    ("text", "slots", "grids"),
-    [(12, [], []), (12, [3, 7], [(12, 16), (2, 2)]), (8, [0, 8], [(4, 4), (16, 16)]), (1, [1], [(3, 5)])],
-)
-def test_a_prefix_in_one_pass_equals_that_by_units(text, slots, grids, codec):
-    dit = new_dit()
-    states = drawn(1, text, CONFIG.text_width)
-    latents = [drawn(2 + i, 64, *grid) for i, grid in enumerate(grids)]
-    wanted = dit.prefill(states, latents, slots, codec=CODECS[codec])
-    got = FlexPrefill(compiled=False)(dit, states, latents, slots, codec=CODECS[codec])
-    assert [kv_block.tokens for kv_block in got.kv_blocks] == [kv_block.tokens for kv_block in wanted.kv_blocks]
-    assert got.nbytes == wanted.nbytes and len(
-        storage(*(kv_block.layers[0][0][0] for kv_block in got.kv_blocks))
-    ) == len(got.kv_blocks)
-    target = drawn(9, 1, 64, 4, 4)
-    expected = dit.denoise(target, 0.6, wanted)
-    limit = 1e-5 if codec == "native" else 0.02  # one value may round to another code
-    assert (dit.denoise(target, 0.6, got) - expected).abs().max() < limit * max(1, expected.abs().max())
-
-
-@needs_compiler
-@torch.inference_mode()
-def test_a_compiled_prefix_in_one_pass_equals_that_by_units():
-    dit = new_dit()
-    states, latents = drawn(1, 40, CONFIG.text_width), [drawn(2, 64, 12, 16)]
-    wanted, got = (make(states, latents, [7]) for make in (dit.prefill, partial(FlexPrefill(), dit)))
-    target = drawn(9, 1, 64, 4, 4)
-    expected = dit.denoise(target, 0.6, wanted)
-    assert (dit.denoise(target, 0.6, got) - expected).abs().max() < 1e-5 * max(1, expected.abs().max())
-
-
-def test_a_long_prefix_uncompiled_is_refused():
-    latents = [torch.zeros(64, 48, 48)]
-    with pytest.raises(UserError, match="would hold all scores of 2308 tokens; compile it"):
-        FlexPrefill(compiled=False)(new_dit(), drawn(1, 4, CONFIG.text_width), latents, [2])

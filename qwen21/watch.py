@@ -1,0 +1,18 @@
+"""How a caller follows a run, and stops it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass
+class Watch:
+    """What a caller wants to hear of a run, and its way to stop one."""
+
+    check_cancel: Callable[[], None] = lambda: None
+    on_step: Callable[[int, int, Tensor], None] = lambda i, n, latent: None
+    on_stage: Callable[[str], None] = lambda stage: None
+    on_warning: Callable[[str], None] = lambda warning: None  # of what was not as asked, mostly before the work starts
