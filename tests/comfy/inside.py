@@ -78,7 +78,7 @@ def check_dit(file=DIT):
 def check_encoder(file=ENCODER):
     from PIL import Image
     from the_pack.nodes.bridge.encoder import load_encoder
-    from the_pack.qwen21.prompt import Reference
+    from the_pack.qwen21.inputs.prompt import Reference
 
     encoder = load_encoder(str(MODELS / "text_encoders" / file))
     module, picture = encoder.patcher.model, Reference.prepare(Image.new("RGB", (64, 64), (200, 30, 60)), 64)
@@ -87,7 +87,7 @@ def check_encoder(file=ENCODER):
 
 def check_vae():
     from the_pack.nodes.bridge.vae import load_vae
-    from the_pack.qwen21 import vae as library
+    from the_pack.qwen21.models import vae as library
 
     library.is_finite = lambda x: True  # the card's stand-in has no values to look at
     module, latent = load_vae(str(MODELS / "vae" / VAE), "fp32").patcher.model, torch.randn(1, 64, 4, 6)
@@ -111,7 +111,7 @@ def check_half_vae():
 
 def batch_decode_peaks():
     """Bytes alive beside the pictures while 1 and 4 of them are decoded."""
-    from pack_tests.live import Live
+    from pack_tests.support.live_bytes import Live
     from the_pack.nodes.bridge.vae import load_vae
 
     vae = load_vae(str(MODELS / "vae" / VAE), "fp32", alpha="keep")

@@ -54,7 +54,7 @@ def sampled():
     from the_pack.nodes.bridge.encoder import load_encoder
     from the_pack.nodes.bridge.model import load_model, with_prefix_options
     from the_pack.nodes.bridge.vae import load_vae
-    from the_pack.qwen21.prompt import Reference
+    from the_pack.qwen21.inputs.prompt import Reference
 
     encoder = load_encoder(str(MODELS / "text_encoders" / ENCODER))
     model = load_model(str(MODELS / "diffusion_models" / DIT), "fp32")
@@ -78,7 +78,7 @@ def main():
     from safetensors.torch import save_file
 
     import_package("pack_tests", PACK / "tests")
-    from pack_tests.ram_gpu import ram_gpu
+    from pack_tests.support.ram_gpu import ram_gpu
 
     with ExitStack() as stack:
         if GIB:
