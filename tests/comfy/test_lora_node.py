@@ -202,10 +202,14 @@ def test_a_part_that_matches_nothing_is_named(comfy, files):
     extra = {f"transformer.txt_out.lora_{part}.weight": torch.ones(4, 4) for part in "AB"}
     save_file(load_file(path) | extra, path)
     run = comfy.run(graph(lora=ours(file, 0.5), text=show("lora", 1)))
-    text = run.shown("text")
-    assert text.startswith(f"{file} at strength 0.5\nmatched layers: 8 attention, 6 mlp, 8 other\nnot matched: 1\n")
-    assert "  transformer.txt_out\n" in text
-    assert "! LoRA" in text and "only part of it is used" in text.splitlines()[-1]
+    warning, *lines = run.shown("text").splitlines()  # what is to be heeded comes first
+    assert warning.startswith(f"! LoRA {file}: only part of it is used")
+    assert lines == [
+        f"{file} at strength 0.5",
+        "matched layers: 8 attention, 6 mlp, 8 other",
+        "not matched: 1",
+        "  transformer.txt_out",
+    ]
     (attached,) = told(run)["model"]["loras"]
     matched = {"attention": 8, "mlp": 6, "other": 8}
     assert attached | {"file": file, "strength": 0.5, "matched": matched} == attached
