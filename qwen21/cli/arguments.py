@@ -181,7 +181,7 @@ def add_generate(p: argparse.ArgumentParser) -> None:
 
 
 def add_plan(p: argparse.ArgumentParser) -> None:
-    """Add the flags of `plan` to the parser `p`: those of `generate`, so that its command line can be pasted, and more."""
+    """Add the flags of `plan` to the parser `p`: those of `generate`, whose plan it shows, and a few more."""
     add_generate(p)
     plan = p.add_argument_group("plan")
     plan.add_argument(

@@ -138,9 +138,8 @@ def _marble(x: np.ndarray, y: np.ndarray, soft: float) -> tuple[np.ndarray, np.n
     z = np.sqrt(np.clip(1 - depth**2, 0, 1))
     normal = np.stack([x / radius, y / radius, z], axis=-1)
     rim = np.clip(1 - z, 0, 1) ** 1.5
-    glow = (
-        np.clip(normal @ np.array([0.48, 0.60, 0.30]), 0, 1) ** 2
-    )  # light that the lens gathers, opposite to its source
+    # light that the lens gathers lies opposite to its source
+    glow = np.clip(normal @ np.array([0.48, 0.60, 0.30]), 0, 1) ** 2
     swirl = np.exp(-(((x + 0.09 * np.sin(17 * y + 0.6)) / 0.036) ** 2)) * z
     color = _mix([0.30, 0.58, 0.72], [0.07, 0.20, 0.36], np.clip(1.2 * rim, 0, 1))
     color = _mix(color, [0.80, 0.96, 0.98], 0.75 * glow)
