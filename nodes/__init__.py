@@ -1,4 +1,4 @@
-"""ComfyUI nodes for Qwen-Image 2.1: thin adapters, one file per stage. The computing is the library's."""
+"""ComfyUI nodes for Qwen-Image 2.1: thin adapters of the library, one file per stage."""
 
 from comfy_api.latest import ComfyExtension, io
 

@@ -1,4 +1,4 @@
-"""What the nodes share: their category, the types of our own, and the keys in a CONDITIONING's dictionary."""
+"""Definitions that the nodes share: their category, their own types, and the keys in a CONDITIONING's dictionary."""
 
 from comfy_api.latest import io
 
@@ -12,24 +12,24 @@ References = io.Custom("QWEN21_REFERENCES")
 MAX_SIDE = 16384
 SWITCH = ["on", "off"]
 
-SLOTS, LATENTS = "image_slots", "reference_latents"  # the keys that core's own Qwen-Image 2.1 nodes use
-PADS = "qwen21_image_pads"  # (start, length, digest) of each reference's vision tokens, where they stay in the states
-CHOSEN = "qwen21_encoder_only"  # whether they stay there because the user chose so
+SLOTS, LATENTS = "image_slots", "reference_latents"  # the keys of core's own Qwen-Image 2.1 nodes
+PADS = "qwen21_image_pads"  # (start, length, digest) of each reference's vision tokens, where the states keep them
+CHOSEN = "qwen21_encoder_only"  # whether the states keep them by the user's choice
 ENCODER_ONLY = "encoder only"
-SEERS = ["transformer and encoder", ENCODER_ONLY]  # who looks at the references
+SEERS = ["transformer and encoder", ENCODER_ONLY]  # which networks see the references
 SEEN_BY_BOTH, SEEN_BY_ENCODER = "by encoder and transformer", "by the encoder alone"
-ORIGIN = "qwen21_origin"  # what made the states and latents, for the prefix store
-REPORT = "qwen21_report"  # what the encoder did, for the sampler's report
+ORIGIN = "qwen21_origin"  # what the states and latents were computed from, for the prefix store
+REPORT = "qwen21_report"  # the encoder's facts, for the sampler's report
 
 
 def size_inputs(tooltip):
-    """Width and height of a picture in pixels."""
+    """Inputs for the width and height of a picture in pixels."""
     limits = {"default": 1024, "min": SIZE_MULTIPLE, "max": MAX_SIDE, "step": SIZE_MULTIPLE}
     return [io.Int.Input(name, tooltip=tooltip, **limits) for name in ("width", "height")]
 
 
 def resolution_input(tooltip, default=1024, least=32, step=32):
-    """About how large references are: resolution x resolution pixels."""
+    """Input for the size of references: about resolution x resolution pixels."""
     return io.Int.Input("resolution", default=default, min=least, max=4096, step=step, tooltip=tooltip)
 
 
@@ -38,7 +38,7 @@ def batch_input():
 
 
 def require_pictures(latent):
-    """Refuse latents of videos and of layers; one frame with an axis of its own is a picture."""
+    """Refuse latents of videos and of layers. A single frame with a frame axis counts as a picture."""
     if latent.ndim != 4 and not (latent.ndim == 5 and latent.shape[2] == 1):
         raise UserError(
             f"the latent has shape {list(latent.shape)}, expected single pictures [batch, 64, height, width]; make it "
@@ -47,7 +47,7 @@ def require_pictures(latent):
 
 
 def check_choices(**chosen):
-    """Refuse values that a combo does not list: name=(value, options). ComfyUI 0.3.64 leaves that to the node."""
+    """Refuse values that a combo does not list: name=(value, options). ComfyUI 0.3.64 leaves that check to the node."""
     for name, (value, options) in chosen.items():
         if value not in options:
             raise UserError(f"{name} is {value!r}, expected one of {', '.join(options)}")

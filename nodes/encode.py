@@ -1,4 +1,4 @@
-"""Prompts: text and references in, conditioning and a canvas out."""
+"""Nodes for prompts: encode text and references to conditioning and a canvas."""
 
 from dataclasses import replace
 
@@ -103,7 +103,7 @@ class Qwen21EncodePrompt(io.ComfyNode):
         vae = None if seen_by == ENCODER_ONLY else vae
         references = settled(references or [], encoder.trained_sizes)
         if warning := size_warning(encoder.trained_sizes, None, [each.image.size for each in references]):
-            tell([warning])  # here, before the work, and once more in the sampler's report
+            tell([warning])  # here, before the work starts, and once more in the sampler's report
         text = encoder.encode(prompt, references, keep_image_pads=vae is None)
         extra = {REPORT: report(encoder, prompt, references, text, vae)}
         latents = [encode_reference(vae, reference) for reference in references] if vae is not None else []
@@ -123,14 +123,14 @@ class Qwen21EncodePrompt(io.ComfyNode):
 
 
 def canvas_of(references, canvas):
-    """(width, height) of the reference the canvas follows."""
+    """(width, height) of the reference that the canvas follows."""
     from ..qwen21.inputs.prompt import followed
 
     return references[followed([reference.original for reference in references], canvas)].image.size
 
 
 def report(encoder, prompt, references, text, vae):
-    """What became of the prompt and its references, for the sampler's report."""
+    """Facts about the prompt and its references, for the sampler's report."""
     slots = text.image_slots if references else ()
     return {
         "encoder": {"file": encoder.name, "weights": encoder.weights},

@@ -1,4 +1,4 @@
-"""Canvases and schedules."""
+"""Nodes for canvases and schedules."""
 
 from comfy_api.latest import io
 

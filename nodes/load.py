@@ -1,4 +1,4 @@
-"""Loaders: a file or a whole-model folder in, a model out."""
+"""Loader nodes: from a file or a whole-model folder to a model."""
 
 from comfy_api.latest import io
 

@@ -1,4 +1,4 @@
-"""LoRAs: a file onto a MODEL, and what of it found its place."""
+"""The node that puts a LoRA onto a MODEL and reports which of its layers matched."""
 
 from comfy_api.latest import io
 
@@ -55,7 +55,7 @@ class Qwen21LoadLoRA(io.ComfyNode):
 
 
 def report(lora, file, strength):
-    """Lines for people: what to heed, what matched by kind, and what did not by name."""
+    """Lines for people: warnings, matched layers by kind, and names that matched nothing."""
     matched = ", ".join(f"{count} {kind}" for kind, count in lora.matched.items())
     lines = [f"! {warning}" for warning in lora.warnings]
     if not strength:

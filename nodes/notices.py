@@ -1,4 +1,4 @@
-"""What people should know of a run before it begins: found in its conditioning, told in the log and in the browser."""
+"""Warnings before a run starts: found in its conditioning, shown in the log and in the browser."""
 
 import logging
 
@@ -9,23 +9,23 @@ from .common import CHOSEN, ENCODER_ONLY, LATENTS, PADS, REPORT, SLOTS
 from .titles import ENCODE_PROMPT, LOAD_VAE
 
 log = logging.getLogger(__name__)
-EVENT = "qwen21.warnings"  # what web/report.js and the command `run` listen for
+EVENT = "qwen21.warnings"  # the event that web/report.js and the command `run` listen for
 
 
 def tell(warnings):
-    """Say `warnings` at once: in the server's log, and to the browser or client that queued the workflow."""
+    """Show `warnings` now: in the server's log, and to the browser or client that queued the workflow."""
     for warning in warnings:
         log.warning("Qwen-Image 2.1: %s", warning)
     from server import PromptServer
 
-    server = getattr(PromptServer, "instance", None)  # there is none where nodes run without a server
+    server = getattr(PromptServer, "instance", None)  # None where nodes run without a server
     if warnings and getattr(server, "client_id", None) is not None:
         facts = {"prompt_id": server.last_prompt_id, "node": server.last_node_id, "warnings": list(warnings)}
         server.send_sync(EVENT, facts, server.client_id)
 
 
 def tell_of(guider):
-    """Say what is to be heeded in the conditioning of core's samplers. Ours does it before, and for its report."""
+    """Show the warnings about core's samplers' conditioning. Our sampler shows its own earlier, for its report."""
     if getattr(guider, "tells_warnings", False):
         return
     conds = getattr(guider, "conds", {})
@@ -34,12 +34,12 @@ def tell_of(guider):
 
 
 def shown(text, warnings=()):
-    """What a node hands to web/report.js: the text that it shows, and the warnings for clients that came later."""
+    """A node's output for web/report.js: the text to show, and the warnings for clients that connected later."""
     return {"text": (text,), "qwen21_warnings": tuple(warnings)}
 
 
 def require_seen(positive):
-    """Refuse references that only the encoder saw, unless that was chosen; `positive` holds entries' dictionaries."""
+    """Refuse references that only the encoder saw, unless the user chose that. `positive` holds the entries' dicts."""
     if any(_half_seen(extra) for extra in positive):
         raise UserError(
             f"the references were encoded without a VAE, so the picture would not look like them: wire '{LOAD_VAE}' "
@@ -48,7 +48,7 @@ def require_seen(positive):
 
 
 def conditioning_warnings(positive, negative=()):
-    """What is to be heeded in the dictionaries of a CONDITIONING's entries, and of the negative's where one is used."""
+    """Warnings about the dictionaries of a CONDITIONING's entries, and of the negative's where there is one."""
     found = [warning for extra in positive for warning in _entry_warnings(extra, "")]
     found += [warning for extra in negative for warning in _entry_warnings(extra, "negative ")]
     if positive and negative:
@@ -61,8 +61,8 @@ def _half_seen(extra):
 
 
 def _entry_warnings(extra, side):
-    """Of one entry; `side` stands before the words for what is not the positive."""
-    from ..qwen21.inputs.prompt import placeholder_warnings  # costs more than the start of ComfyUI has time for
+    """Warnings about one entry. `side` precedes the text for any entry but the positive's."""
+    from ..qwen21.inputs.prompt import placeholder_warnings  # imported here, because it would slow ComfyUI's start
     from ..qwen21.sequence import settle_slots
 
     found = []
@@ -84,7 +84,7 @@ def _entry_warnings(extra, side):
 
 
 def _negative_warnings(positive, negative):
-    """Where the negative prompt looks at other references than the positive."""
+    """Warn where the negative prompt has other references than the positive."""
     ours, theirs = (extra.get(LATENTS) or extra.get(PADS) or [] for extra in (positive, negative))
     remedy = f"wire the same references into both nodes '{ENCODE_PROMPT}'"
     if len(ours) != len(theirs):
@@ -97,7 +97,7 @@ def _negative_warnings(positive, negative):
 
 
 def _same(one, other):
-    """Whether two references are one picture: latents by their numbers, the encoder's spans by the picture's digest."""
+    """Whether two references are the same picture: compares latents by values, and spans of the encoder by digest."""
     if isinstance(one, torch.Tensor):
         return one is other or (one.shape == other.shape and torch.equal(one.cpu(), other.cpu()))
     return one[-1] == other[-1]

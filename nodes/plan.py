@@ -1,4 +1,4 @@
-"""The memory plan of a run, before anything is loaded."""
+"""The node that shows a run's memory plan before anything is loaded."""
 
 from comfy_api.latest import io
 
@@ -72,7 +72,7 @@ class Qwen21MemoryPlan(io.ComfyNode):
 
     @classmethod
     def fingerprint_inputs(cls, **inputs):
-        return float("nan")  # free memory changes: never from the cache
+        return float("nan")  # free memory changes, so the result must never come from the cache
 
     @classmethod
     def execute(

@@ -1,4 +1,4 @@
-"""How a MODEL keeps its prefixes, for people who use ComfyUI's own samplers."""
+"""The node that sets how a MODEL stores its prefixes, for users of ComfyUI's own samplers."""
 
 from comfy_api.latest import io
 

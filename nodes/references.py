@@ -1,4 +1,4 @@
-"""References: pictures an edit looks at, in the order they are chained."""
+"""Nodes for references: the pictures that an edit looks at, in the order in which they are chained."""
 
 from comfy_api.latest import io
 
@@ -111,7 +111,7 @@ class Qwen21SpliceReferences(io.ComfyNode):
 
 
 def splice(states, extra, references, vae):
-    """One entry of a CONDITIONING with its vision tokens replaced by slots and latents."""
+    """Return one CONDITIONING entry with its vision tokens replaced by slots and latents."""
     from ..qwen21.inputs.references import settled
     from ..qwen21.prefix import Origins, content
     from ..qwen21.sequence import drop_spans
@@ -144,7 +144,7 @@ def splice(states, extra, references, vae):
 
 
 def spliced_report(report, references, slots, tokens, vae):
-    """The encoder's report, with what the splice changed."""
+    """Return the encoder's report with the changes of `splice`."""
     seen = [
         described | {"tokens": reference.width * reference.height, "slot": slot, "seen": SEEN_BY_BOTH}
         for described, reference, slot in zip(report["references"], references, slots, strict=True)
@@ -153,7 +153,7 @@ def spliced_report(report, references, slots, tokens, vae):
 
 
 def latent_origins(vae, references, latents):
-    """What made each latent, by its content; core's VAE tells nothing of itself."""
+    """Describe by content what each latent was computed from, because core's VAE does not say it."""
     from ..qwen21.prefix import content
 
     if not hasattr(vae, "identity"):
@@ -163,7 +163,7 @@ def latent_origins(vae, references, latents):
 
 
 def encode_reference(vae, reference):
-    """Raw latent of a reference by our VAE, which remembers it, or by core's Qwen-Image 2.1 VAE."""
+    """Encode a reference to a raw latent, by our VAE, which caches it, or by core's Qwen-Image 2.1 VAE."""
     if hasattr(vae, "encode_reference"):
         return vae.encode_reference(reference)
     if getattr(vae, "latent_channels", None) != 64:

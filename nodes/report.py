@@ -1,4 +1,4 @@
-"""The sampler's report: what ran, what a rerun has to pin, and the same in a few lines for the node."""
+"""The sampler's report: what ran, what a rerun has to pin, and a summary in a few lines for the node."""
 
 from ..qwen21.checkpoint.model_index import trained_sizes
 from ..qwen21.manifest import library_versions
@@ -12,7 +12,7 @@ from .notices import conditioning_warnings
 
 
 def build_report(model, positive, negative, schedule, settings, warnings):
-    """The report as a dictionary. `negative` is None where nothing was guided; `settings` are the sampler's own."""
+    """Build the report as a dictionary. `negative` is None without guidance; `settings` are the sampler's own."""
     return {
         "warnings": warnings,
         "model": _model(model),
@@ -39,8 +39,11 @@ def _model(model):
 
 
 def warnings_of(model, positive, negative, schedule, size, cfg=1.0, unguided=None):
-    """What is to be heeded in a run, known before its first step. `positive` and `negative` are CONDITIONINGs, the
-    latter None where nothing is guided, at `cfg`; `unguided` says why no step is, where that is worth a warning."""
+    """Warnings about a run that are known before its first step.
+
+    `positive` and `negative` are CONDITIONINGs, the latter None where no step is guided at `cfg`. `unguided` says why
+    no step is guided, where that deserves a warning.
+    """
     found = conditioning_warnings(*([extra for _, extra in side or []] for side in (positive, negative)))
     found += schedule.warnings
     found += turbo_warnings(schedule.kind, schedule.steps, cfg, turbo_loras(model))
@@ -57,7 +60,7 @@ def warnings_of(model, positive, negative, schedule, size, cfg=1.0, unguided=Non
 
 
 def summary(report):
-    """A few lines for the node, what is to be heeded first."""
+    """Summarise the report in a few lines for the node, warnings first."""
     from ..qwen21.prefix import Reuse
 
     references = (report["positive"] or {}).get("references", [])

@@ -1,4 +1,4 @@
-"""Sampling by ComfyUI's own stack, with the released schedules, and a report of what ran."""
+"""Nodes that sample by ComfyUI's own samplers with the released schedules, and report what ran."""
 
 import json
 
@@ -125,7 +125,7 @@ class Qwen21Sampler(io.ComfyNode):
 
     @classmethod
     def check_lazy_status(cls, cfg, cfg_start=0.0, cfg_end=1.0, **inputs):
-        # An input that is not wired is not among them, and asking for it would be core's error instead of ours.
+        # An unwired input is missing here, and requesting it would give core's error instead of ours.
         waiting = "negative" in inputs and inputs["negative"] is None
         return ["negative"] if waiting and guides(cfg, cfg_start, cfg_end) else []
 
@@ -165,7 +165,7 @@ class Qwen21Sampler(io.ComfyNode):
         at = cfg if guided else 1.0
         warnings = warnings_of(model, positive, negative if guided else None, chosen, size, at, told)
         tell(warnings)
-        warnings = [*notes, *warnings]  # those were told as they were noticed
+        warnings = [*notes, *warnings]  # those were shown when they were found
         references = len(positive[0][1].get(LATENTS) or [])
         moved = noise_seed(seed, references, edit_noise)
         noise = comfy.sample.prepare_noise(samples, moved, latent.get("batch_index"))
@@ -208,31 +208,31 @@ class Qwen21Sampler(io.ComfyNode):
             warnings,
         )
         if cls.hidden.extra_pnginfo is not None:
-            cls.hidden.extra_pnginfo["qwen21"] = report  # travels into the pictures that SaveImage writes
+            cls.hidden.extra_pnginfo["qwen21"] = report  # SaveImage writes it into the pictures
         text = json.dumps(report, ensure_ascii=False, indent=1)
         kept = {key: value for key, value in latent.items() if key not in ("downscale_ratio_spacial", NOTES)}
         return io.NodeOutput(kept | {"samples": result}, text, ui=shown(summary(report), warnings))
 
 
 def prefix_facts(guider):
-    """What became of each prefix, how it was kept, and how much is stored now."""
-    store = guider.model_patcher.model.prefix_store.store  # hooks may have made it another one than the MODEL's
+    """Facts of each prefix: how it was obtained and stored, and how much the store holds now."""
+    store = guider.model_patcher.model.prefix_store.store  # hooks may have replaced the store of the MODEL
     return {"stored_bytes": store.nbytes(), **getattr(guider, "qwen21_reuse", {})}
 
 
 def is_wired(hidden, name):
-    """Whether an input of this node is wired, also where its lazy value was never asked for."""
+    """Whether an input of this node is wired, even if its lazy value was never requested."""
     node = (hidden.prompt or {}).get(str(hidden.unique_id), {})
     return name in node.get("inputs", {})
 
 
 def guides(cfg, start, end):
-    """Whether any step runs the negative: as core, for any value but 1."""
+    """Whether any step runs the negative. As in core, any cfg but 1 does."""
     return cfg != 1 and start < end
 
 
 def why_unguided(cfg, start, end, steps):
-    """Why no step runs the negative; None where one does."""
+    """Say why no step runs the negative; None where one does."""
     if cfg == 1:
         return "the negative prompt is unused: it needs a cfg other than 1"
     if any(start <= step / steps < end for step in range(steps)):
@@ -241,16 +241,16 @@ def why_unguided(cfg, start, end, steps):
 
 
 class Guider(comfy.samplers.CFGGuider):
-    """Core's guidance, in a part of the steps only: from `start` (0 to 1) up to `end`."""
+    """Core's guidance, limited to a part of the steps: from `start` (0 to 1) up to `end`."""
 
-    tells_warnings = True  # the node that runs it has said them
+    tells_warnings = True  # the node that runs this guider has shown them
 
     def __init__(self, model, start, end):
         super().__init__(model)
         self.start, self.end = start, end
 
     def predict_noise(self, x, timestep, model_options={}, seed=None):  # noqa: B006 (core's signature)
-        # The grid in use, not the one asked for: a wrapper may have replaced it.
+        # The grid in use, not the requested one: a wrapper may have replaced it.
         sigmas = model_options["transformer_options"]["sample_sigmas"]
         done = (int((sigmas[:-1] >= timestep.max()).sum()) - 1) / (len(sigmas) - 1)
         kept, self.cfg = self.cfg, self.cfg if self.start <= done < self.end else 1.0
@@ -261,7 +261,7 @@ class Guider(comfy.samplers.CFGGuider):
 
 
 def resolve_schedule(schedule, model):
-    """base or turbo, and the numbers of the schedule, from a choice and a MODEL (or None)."""
+    """Resolve a choice of schedule and a MODEL (or None) to "base" or "turbo" and the schedule's numbers."""
     turbo = bool(getattr(getattr(model, "model", None), "turbo", False))
     config = getattr(getattr(model, "model", None), "schedule", None) or ScheduleConfig()
     kind = schedule if schedule != "auto" else "turbo" if turbo else "base"

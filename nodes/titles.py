@@ -1,4 +1,4 @@
-"""What the canvas calls our nodes: their display names, for messages and for tooltips."""
+"""Display names of our nodes on the canvas, for messages and tooltips."""
 
 LOAD_DIT = "Load Qwen-Image 2.1 transformer"
 LOAD_ENCODER = "Load Qwen-Image 2.1 text encoder"

@@ -1,1 +1,1 @@
-"""Where the library meets ComfyUI: the only place that knows patchers, base models, devices and interrupts."""
+"""Connect the library to ComfyUI: the only place that knows patchers, base models, devices and interrupts."""

@@ -1,4 +1,4 @@
-"""What nodes of other models ask of ours: refused by name, in one line, instead of an error from inside."""
+"""Refuse, in one line that names it, what nodes for other models request from ours."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from ...qwen21.errors import UserError
 
 
 class NotOurs(UserError, AttributeError):
-    """An AttributeError, so that `hasattr` and `getattr` with a default go on as ever."""
+    """Raised for a missing attribute; an AttributeError, so that `hasattr` and `getattr` with a default still work."""
 
 
 class Asked:
-    """Mixin: what a node asks for by name and is not there is refused. `what` says whom it asked."""
+    """Mixin that refuses attributes which other nodes expect and which are missing. `what` names the object."""
 
     what = "model"
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return super().__getattr__(name)  # of a module: its parameters and parts
+            return super().__getattr__(name)  # a module's parameters and submodules
         except AttributeError:
             if name.startswith("_"):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}") from None
@@ -29,7 +29,7 @@ class Asked:
 
 
 class NetworkConfig(dict):
-    """What the network is. Nodes for U-Nets, such as FreeU, ask for sizes that a transformer does not have."""
+    """Config of the network. Nodes for U-Nets, such as FreeU, request sizes that a transformer does not have."""
 
     def __missing__(self, key: str) -> Any:
         raise UserError(
@@ -41,7 +41,7 @@ class NetworkConfig(dict):
 
 
 def refuse_training(sampler: Any) -> None:
-    """Core's Train LoRA: a prefix is computed apart from its steps and kept, so no gradient would reach its layers."""
+    """Refuse core's Train LoRA: the prefix is computed apart from the steps, so its layers would get no gradient."""
     if type(sampler).__module__.endswith("nodes_train"):
         raise UserError(
             "a LoRA cannot be trained on the Qwen-Image 2.1 MODEL in ComfyUI; train it with a trainer for Qwen-Image "
@@ -50,7 +50,7 @@ def refuse_training(sampler: Any) -> None:
 
 
 def refuse_end(sigmas: Any) -> None:
-    """A flow model's latent at the end is x / (1 - sigma): nothing is left of a picture where the grid ends at 1."""
+    """Refuse a grid that ends at sigma 1: the final latent is x / (1 - sigma), which leaves no picture there."""
     if len(sigmas) and float(sigmas[-1]) >= 1:
         raise UserError(
             f"the sigmas end at {float(sigmas[-1]):g}, where a latent is nothing but noise; end them below 1 (a later "

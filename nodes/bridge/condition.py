@@ -1,4 +1,4 @@
-"""CONDITIONING as the transformer reads it: text states, reference latents and slots behind one opaque value."""
+"""CONDITIONING in the form that the transformer reads: text states, reference latents and slots in one opaque value."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunPrefix:
-    """A prefix for one run and, where memory allows, the same laid out for all steps of targets of `tokens` tokens."""
+    """A prefix for one run and, where memory allows, the same as contiguous K/V for targets of `tokens` tokens."""
 
     prefix: Prefix
     laid_out: ContiguousKV | None
     tokens: int
 
     def contiguous(self, target: Tensor) -> ContiguousKV | None:
-        """What a step of `target` [B, 64, h, w] reads in place of the prefix."""
+        """The contiguous K/V that a step of `target` [B, 64, h, w] reads in place of the prefix; None without them."""
         return self.laid_out if target.shape[-1] * target.shape[-2] == self.tokens else None
 
 
 @dataclass(eq=False)
 class Condition:
-    """One side of the guidance for one run: texts [T, W], normalised latents [64, h, w], slots, and its prefixes.
+    """One branch of the guidance for one run: texts [T, W], normalised latents [64, h, w], slots, and its prefixes.
 
-    `keys` are the names of each text's KV blocks in the prefix store. Without attributes `dtype` or `device`: ComfyUI
-    would cast it like a tensor.
+    `keys` are the names of each text's KV blocks in the prefix store. It must not have attributes `dtype` or `device`,
+    because ComfyUI would then cast it like a tensor.
     """
 
     texts: list[Tensor]
@@ -47,35 +47,35 @@ class Condition:
     keys: list[tuple[str, ...]]
     stable: bool = True  # False where hooks may change weights between steps, so that no prefix outlives its step
     prefixes: dict[tuple[int, torch.device, int], RunPrefix] = field(default_factory=dict)  # by model, device and text
-    reuse: dict[int, Reuse] = field(default_factory=dict)  # what became of each text's prefix
+    reuse: dict[int, Reuse] = field(default_factory=dict)  # how each text's prefix was obtained
 
     @property
     def key(self) -> tuple[tuple[str, ...], ...]:
-        """Equal conditions have equal keys."""
+        """A key that is equal for equal conditions."""
         return tuple(self.keys)
 
     def layout(self, row: int) -> PrefixLayout:
-        """Of one text's prefix."""
+        """The layout of one text's prefix."""
         return prefix_layout(len(self.texts[row]), self.slots, [tuple(r.shape[-2:]) for r in self.references])
 
     def inputs(self, row: int, x: Tensor) -> PrefixInputs:
-        """What one text's prefix is prefilled from, on the device and in the dtype of the target `x`."""
+        """The inputs of the prefill of one text's prefix, on the device and in the dtype of the target `x`."""
         references = [latent.to(x) for latent in self.references]
         return PrefixInputs(self.texts[row].to(x), references, self.slots, self.keys[row])
 
     @property
     def tokens(self) -> int:
-        """Prefix tokens of the longest text."""
+        """Number of prefix tokens of the longest text."""
         return max(len(text) for text in self.texts) + sum(r.shape[-1] * r.shape[-2] for r in self.references)
 
     def rows(self, batch: int) -> Iterator[tuple[int, list[int]]]:
-        """Each text with the rows of the batch that it conditions; texts repeat over the batch."""
+        """Yield each text with the batch rows that it conditions; texts repeat over the batch."""
         for text in range(min(len(self.texts), batch)):
             yield text, list(range(text, batch, len(self.texts)))
 
 
 class OpaqueCond(comfy.conds.CONDRegular):
-    """A condition ComfyUI neither copies per row nor concatenates: equal ones share a batch, others run apart."""
+    """A condition that ComfyUI neither copies per row nor concatenates. Equal ones share a batch, others run apart."""
 
     def process_cond(self, batch_size: int, **kwargs: Any) -> OpaqueCond:
         return self
@@ -85,7 +85,7 @@ class OpaqueCond(comfy.conds.CONDRegular):
 
     def concat(self, others: list[OpaqueCond]) -> Condition:
         for other in others:
-            other.cond.reuse = self.cond.reuse  # one prefix, and what became of it is told of each
+            other.cond.reuse = self.cond.reuse  # one prefix, whose reuse is reported for each condition
         return self.cond
 
     def size(self) -> list[int]:
@@ -93,19 +93,19 @@ class OpaqueCond(comfy.conds.CONDRegular):
 
 
 class Conditions:
-    """The conditions of a run. ComfyUI asks for each several times, and every time all latents would be hashed."""
+    """The conditions of a run, cached, because ComfyUI asks for each several times and each would hash all latents."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Any, ...], tuple[Condition, list[Any]]] = {}
 
     def of(self, cond: Mapping[str, Any], normalise: Callable[[Tensor], Tensor], remember: bool) -> Condition:
-        """A fresh `Condition` of the entries of a CONDITIONING; with `remember` made only once of the same tensors."""
+        """Return a fresh `Condition` of a CONDITIONING; with `remember`, build it only once for the same tensors."""
         if not remember:
             return condition_of(cond, normalise)
         sources = [cond.get("cross_attn"), *(cond.get(LATENTS) or []), cond.get(SLOTS), cond.get(ORIGIN)]
         key = (*map(id, sources), cond.get("hooks") is None)
         if key not in self._known:
-            self._known[key] = condition_of(cond, normalise), sources  # while these live nothing else has their ids
+            self._known[key] = condition_of(cond, normalise), sources  # holding the sources keeps their ids unique
         return replace(self._known[key][0], prefixes={}, reuse={})
 
     def forget(self) -> None:
@@ -126,9 +126,11 @@ def require_states(cond: Mapping[str, Any]) -> None:
 
 
 def condition_of(cond: Mapping[str, Any], normalise: Callable[[Tensor], Tensor]) -> Condition:
-    """From the entries of one CONDITIONING, which as core reads them may hold an `attention_mask` that says nothing.
+    """Build a condition from the entries of one CONDITIONING.
 
-    `UserError` where slots and latents cannot be."""
+    As in core, an `attention_mask` that masks nothing is ignored. Raises `UserError` for slots and latents that do not
+    fit.
+    """
     require_states(cond)
     texts = list(cond["cross_attn"])
     latents = [_latent(latent, i) for i, latent in enumerate(cond.get(LATENTS) or [], 1)]
@@ -149,7 +151,7 @@ def _slots(cond: Mapping[str, Any]) -> list[int]:
 
 
 def _latent(latent: Tensor, index: int) -> Tensor:
-    """[1, 64, h, w], from that or with a frame axis of one; of a batch the first, as in core."""
+    """Return a latent as [1, 64, h, w]: a frame axis of 1 is dropped; of a batch the first is taken, as in core."""
     if latent.ndim == 5 and latent.shape[2] == 1:
         latent = latent[:, :, 0]
     if latent.ndim != 4 or latent.shape[1] != 64 or latent.shape[0] < 1:

@@ -1,4 +1,4 @@
-"""The text encoder between ComfyUI's memory management and the library: the one type of our own."""
+"""The text encoder under ComfyUI's memory management: the only new type that our nodes pass on."""
 
 from __future__ import annotations
 
@@ -22,12 +22,15 @@ from ...qwen21.inputs.prompt import Reference
 from .host import check_cancel, encoder_dtype, precision, stored_as
 from .quantized import LAYERS, patcher_class
 
-KEPT_FEATURES = 16  # vision features remembered by the content of their pixels
+KEPT_FEATURES = 16  # vision features cached by the content of their pixels
 
 
 class Qwen21Encoder:
-    """Qwen3-VL and its tokenizer. `patcher` is what ComfyUI's memory management and caches know, `weights` how reports
-    call them, `stored` the dtypes they lie in."""
+    """Qwen3-VL and its tokenizer.
+
+    `patcher` is what ComfyUI's memory management and caches know, `weights` the name for reports, `stored` the dtypes
+    of the weights.
+    """
 
     def __init__(
         self,
@@ -42,7 +45,7 @@ class Qwen21Encoder:
         self.tokenizer = tokenizer
         self.name = name
         self.weights = weights
-        self.trained_sizes = trained_sizes  # smallest and largest side in pixels, where the model says so
+        self.trained_sizes = trained_sizes  # smallest and largest side in pixels, where the model says it
         module = patcher.model
         # what its states depend on besides their inputs
         self.identity = f"{module.made_of} {stored} {module.compute_dtype} {patcher.load_device.type}"
@@ -50,12 +53,12 @@ class Qwen21Encoder:
         self._contexts = ReferenceContexts()
 
     def is_dynamic(self) -> bool:
-        """Core's caches ask before they let go of an output: a dynamic one costs no memory that it could give back."""
+        """Whether the model is dynamic. Core's caches ask: dropping the output of a dynamic model frees no memory."""
         dynamic = getattr(self.patcher, "is_dynamic", None)
         return bool(dynamic and dynamic())
 
     def encode(self, prompt: str, references: Sequence[Reference] = (), keep_image_pads: bool = False) -> Any:
-        """`TextStates` of a prompt behind its references, on the encoder's device."""
+        """Compute the `TextStates` of a prompt after its references, on the encoder's device."""
         module, device = self.patcher.model, self.patcher.load_device
         tokens = sum(r.width * r.height // 4 for r in references) + len(prompt)
         needed = tokens * module.config.text.mlp_width * 6 * module.compute_dtype.itemsize
@@ -71,7 +74,7 @@ class Qwen21Encoder:
             check_cancel=check_cancel,
         )
         self._contexts.keep_only(text.digests)
-        # Kept in RAM: nothing would ever take them off the device.
+        # Kept in RAM, because nothing would ever move them off the device.
         for reference in (each for each in references if each.digest in self._features):
             features = self._features[reference.digest]
             embeds, deepstack = features.embeds.cpu(), tuple(part.cpu() for part in features.deepstack)
@@ -87,9 +90,9 @@ class Qwen21Encoder:
 def load_encoder(
     path: str, dtype: str = "default", device: str = "default", keep: str = "", disable_dynamic: bool = False
 ) -> Any:
-    """The encoder of a file or component folder, with the tokenizer found beside it or in ComfyUI.
+    """Load the encoder of a file or component folder, with the tokenizer found beside it or in ComfyUI.
 
-    For `dtype` and `keep` see `precision`.
+    `precision` explains `dtype` and `keep`.
     """
     from ...qwen21.inputs.tokenizer import load_tokenizer
 
@@ -112,7 +115,7 @@ def _encoder_patcher(path: str, dtype: str, device: str, keep: str, disable_dyna
 
 
 def _tokenizer_folder(path: Path, vocabulary: int) -> Path:
-    """The tokenizer of an encoder: in its whole-model folder, in a folder of its file's name, or ComfyUI's own."""
+    """Folder of an encoder's tokenizer: in its whole-model folder, in one with its file's name, or ComfyUI's own."""
     from ...qwen21.inputs.tokenizer import find_tokenizer, tokenizer_beside
 
     if found := tokenizer_beside(path):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FOLDERS = {"dit": "diffusion_models", "encoder": "text_encoders", "vae": "vae", "lora": "loras"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-COMPUTES = [torch.bfloat16, torch.float32]  # what the networks compute in, unless fp16 is asked for
+COMPUTES = [torch.bfloat16, torch.float32]  # dtypes that the networks compute in, unless fp16 is requested
 FP8 = "fp8"
 DTYPE_NAMES = ["default", *DTYPES, FP8]
 NOTHING = "(no file found)"
@@ -33,7 +33,7 @@ def check_cancel() -> None:
 
 
 def free_bytes(patcher: comfy.model_patcher.ModelPatcher, device: torch.device) -> int:
-    """Free memory of a device. The patcher is asked where it can tell: under dynamic VRAM the raw device looks full."""
+    """Free memory of a device. Asks the patcher where it can say, because under dynamic VRAM the device looks full."""
     ask = getattr(patcher, "get_free_memory", None)
     return int(ask(device) if ask else comfy.model_management.get_free_memory(device))
 
@@ -44,20 +44,20 @@ def free_ram() -> int:
 
 
 def free_on_gpu() -> int | None:
-    """Bytes that a run could have: free ones, and what loaded models would give back. None without a GPU."""
+    """Bytes of GPU memory that a run could use: free ones and those of unloadable models. None without a GPU."""
     device = comfy.model_management.get_torch_device()
     if device.type == "cpu":
         return None
     entries = comfy.model_management.current_loaded_models
-    living = [entry for entry in entries if entry.model is not None]  # it is weak: the model of an entry may be gone
+    living = [entry for entry in entries if entry.model is not None]  # a weak reference: the entry's model may be gone
     given_back = sum(entry.model_loaded_memory() for entry in living if entry.device == device)
     return int(comfy.model_management.get_free_memory(device)) + given_back
 
 
 def precision(part: Component, dtype: str, keep: str = "") -> tuple[torch.dtype, Fp8 | None]:
-    """The dtype of weights that are not quantized, by default the file's own, and how block linears become fp8.
+    """The dtype of unquantized weights, by default the file's own, and which block linears become fp8.
 
-    `keep` holds patterns of layers that fp8 leaves alone, between commas or spaces.
+    `keep` holds patterns of layers that fp8 skips, separated by commas or spaces.
     """
     from ...qwen21.checkpoint.fp8_policy import Fp8
     from ...qwen21.checkpoint.load import check_keep, own_dtype
@@ -75,25 +75,25 @@ def precision(part: Component, dtype: str, keep: str = "") -> tuple[torch.dtype,
 
 
 def transformer_cast(weights: torch.dtype) -> torch.dtype | None:
-    """What the transformer computes in here, where that is not its weights' dtype."""
+    """Dtype that the transformer computes in on this machine; None where it is its weights' dtype."""
     supported = [*COMPUTES, *([torch.float16] if weights == torch.float16 else [])]
     return comfy.model_management.unet_manual_cast(weights, comfy.model_management.get_torch_device(), supported)
 
 
 def encoder_dtype(weights: torch.dtype, device: torch.device) -> torch.dtype:
-    """What the text encoder computes in."""
+    """Dtype that the text encoder computes in."""
     return weights if comfy.model_management.should_use_bf16(device) else torch.float32
 
 
 def vae_dtype(dtype: str) -> torch.dtype:
-    """What the VAE is loaded in. `default` never is fp16, which its values can exceed."""
+    """Dtype that the VAE is loaded in. `default` never gives fp16, which its values can exceed."""
     if dtype == "default":
         return comfy.model_management.vae_dtype(comfy.model_management.vae_device(), COMPUTES)
     return DTYPES[dtype]
 
 
 def computed_in(parts: dict[str, Component], dtype: str) -> dict[str, torch.dtype]:
-    """What this machine computes in, by network, for a choice of `DTYPE_NAMES` in all loaders."""
+    """Dtype that this machine computes in, by network, if all loaders are set to `dtype` (of `DTYPE_NAMES`)."""
     weights = {name: precision(parts[name], dtype)[0] for name in ("dit", "encoder")}
     return {
         "dit": transformer_cast(weights["dit"]) or weights["dit"],
@@ -103,15 +103,16 @@ def computed_in(parts: dict[str, Component], dtype: str) -> dict[str, torch.dtyp
 
 
 def stored_as(part: Component, fp8: Fp8 | None) -> str:
-    """How the weights lie in memory, for reports: the file's format, and what loading made of it."""
+    """How the weights are stored in memory, for reports: the file's format and what loading changed."""
     if fp8 is None:
         return part.identity.quantization
     return f"{part.identity.quantization}, blocks as fp8" + (f" but {', '.join(fp8.keep)}" if fp8.keep else "")
 
 
 def choices(slot: str) -> list[str]:
-    """What a loader's combo lists: files of the slot's folder, whole-model folders, marked by a final slash, and the
-    bundled miniature."""
+    """Choices of a loader's combo: files of the slot's folder, whole-model folders (with a final slash),
+    and the miniature.
+    """
     files = [name for name in folder_paths.get_filename_list(FOLDERS[slot]) if name.endswith(".safetensors")]
     if slot not in COMPONENT_FOLDERS:
         return files or [NOTHING]
@@ -119,9 +120,9 @@ def choices(slot: str) -> list[str]:
 
 
 def listed(slot: str, choice: str) -> str | None:
-    """The entry of a combo that a workflow's choice means; None if it is not listed now.
+    """The combo entry that a workflow's choice means; None if it is not listed now.
 
-    A workflow from another system has that system's slashes between folders.
+    A workflow from another system has that system's path separators.
     """
     names = choices(slot)
     if choice in names:
@@ -134,7 +135,7 @@ def _slashes(name: str) -> str:
 
 
 def find(slot: str, choice: str) -> Path:
-    """The file or component folder of a combo's choice; `UserError` unless it is listed now."""
+    """The file or component folder of a combo's choice. Raises `UserError` unless it is listed now."""
     if choice == NOTHING:
         where = FOLDERS[slot]
         raise UserError(f"no file found: put one into ComfyUI's models/{where}, then refresh the node list (R)")
@@ -148,7 +149,7 @@ def find(slot: str, choice: str) -> Path:
 
 
 def _model_folders() -> dict[str, Path]:
-    """Whole Qwen-Image 2.1 models in the diffusers layout below ComfyUI's `diffusers` folders, by name."""
+    """Whole Qwen-Image 2.1 models in the diffusers layout in ComfyUI's `diffusers` folders, by name."""
     found: dict[str, Path] = {}
     for root in folder_paths.get_folder_paths("diffusers"):
         for index in sorted(Path(root).glob("*/model_index.json")):

@@ -1,4 +1,4 @@
-"""Latents of this model, raw outside and normalised within, and what becomes of other models' latents."""
+"""Latents of this model, raw in ComfyUI and normalised inside, and the conversion of other models' empty latents."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from ..common import require_pictures
 from ..notices import tell
 from ..titles import EMPTY_LATENT, ENCODE_PROMPT, LOAD_VAE
 
-NOTES = "qwen21_notes"  # a LATENT's key: what was rounded or cut on the way, for the sampler's report
-EIGHTH = 8  # pixels of a cell in latents of other models that do not tell
+NOTES = "qwen21_notes"  # key in a LATENT: notes about rounding and cropping, for the sampler's report
+EIGHTH = 8  # pixels of a latent cell in other models that do not say it
 
 
 def warn(note: str) -> str:
-    """The note, told at once too."""
+    """Log `note`, and return it."""
     tell([note])
     return note
 
 
 def noted(samples: Tensor, notes: list[str]) -> Tensor:
-    """`samples` with notes on them: core's VAE Encode keeps the tensor, and makes the LATENT's dictionary by itself."""
+    """Return `samples` with notes on the tensor, because core's VAE Encode builds the LATENT's dictionary itself."""
     if notes:
         setattr(samples, NOTES, notes)
     return samples
 
 
 def empty_latent(width: int, height: int, batch: int) -> dict[str, Any]:
-    """LATENT of zeros; sizes are rounded down to multiples of 32 pixels, which is told."""
+    """A LATENT of zeros. Sizes are rounded down to multiples of 32 pixels, with a note."""
     w, h = (max(1, side // SIZE_MULTIPLE) * SIZE_MULTIPLE for side in (width, height))
     latent = {
         "samples": torch.zeros(batch, 64, h // LATENT_PIXELS, w // LATENT_PIXELS),
@@ -46,10 +46,10 @@ def empty_latent(width: int, height: int, batch: int) -> dict[str, Any]:
 
 
 def canvas(latent: dict[str, Any]) -> tuple[Tensor, list[str]]:
-    """Latent [B, 64, h, w] to start from, and what to tell of its making.
+    """The latent [B, 64, h, w] to start from, and notes about how it was made.
 
-    One frame with an axis of its own is a picture. An empty latent of another model becomes ours of the same picture
-    size; one without a ratio counts as one cell for 8 pixels.
+    A single frame with a frame axis is a picture. An empty latent of another model becomes ours for the same picture
+    size; without a ratio, a cell counts as 8 pixels.
     """
     samples = latent["samples"]
     require_pictures(samples)
@@ -68,7 +68,7 @@ def canvas(latent: dict[str, Any]) -> tuple[Tensor, list[str]]:
 
 
 def mask_of(latent: dict[str, Any], samples: Tensor) -> Tensor | None:
-    """The noise mask of a LATENT whose pictures are `samples`, cut about the centre as the VAE cut their pixels."""
+    """The noise mask of a LATENT with the pictures `samples`, centre-cropped as the VAE cropped their pixels."""
     mask = latent.get("noise_mask")
     if mask is None:
         return None
@@ -88,11 +88,11 @@ def mask_of(latent: dict[str, Any], samples: Tensor) -> Tensor | None:
 
 
 class _Channels(int):
-    """64, but watching for the comparison with another model's empty latent, the only question core asks of it.
+    """The number 64, which notices when core compares it with the channels of another model's empty latent.
 
-    Core repeats a latent of 4 or 16 channels to 64, an eighth of the pixels each way instead of a sixteenth, which
-    doubles the picture in silence. Newer versions resize it where its node told a ratio; the format does where not.
-    ComfyUI 0.3.64 knows no ratio and offers no way to resize, so there it is refused.
+    Core repeats a latent of 4 or 16 channels to 64 and takes its cells for 16 pixels instead of 8, which silently
+    doubles the picture. Newer versions resize it where its node stated a ratio; otherwise `Qwen21LatentFormat` does.
+    ComfyUI 0.3.64 knows no ratio and has no hook for resizing, so there the latent is refused.
     """
 
     owner: Qwen21LatentFormat
@@ -112,28 +112,28 @@ class _Channels(int):
 
 
 class Qwen21LatentFormat(comfy.latent_formats.LatentFormat):
-    """Raw latents outside, normalised ones for the transformer."""
+    """Raw latents in ComfyUI, normalised ones for the transformer."""
 
     latent_dimensions = 2
 
     def __init__(self) -> None:
         self.latent_channels = _Channels(64)
         self.latent_channels.owner = self
-        self.unscaled = False  # between core's comparison of channels and its look at the ratio
+        self.unscaled = False  # set between core's comparison of channels and its reading of the ratio
         self.mean = torch.tensor(LATENTS_MEAN).view(1, -1, 1, 1)
         self.std = torch.tensor(LATENTS_STD).view(1, -1, 1, 1)
-        # No released factors exist. Each colour is the mean of a third of the channels: enough to see shapes form.
+        # No released factors exist. Each colour is the mean of a third of the channels, which is enough to see shapes.
         third = [[0.06 * (channel % 3 == colour) for colour in range(3)] for channel in range(64)]
         self.latent_rgb_factors = third
 
     @property
     def spacial_downscale_ratio(self) -> int:
-        """Core asks only where a node told its latent's ratio, and then resizes by itself."""
+        """Pixels of a latent cell. Core only asks where a node stated its latent's ratio, and then resizes itself."""
         self.unscaled = False
         return LATENT_PIXELS
 
     def fix_empty_latent(self, latent: Tensor) -> Tensor:
-        """An empty latent of another model without a ratio counts as one cell for 8 pixels."""
+        """Resize another model's empty latent without a ratio, whose cells count as 8 pixels."""
         if not self.unscaled:
             return latent
         self.unscaled = False
@@ -156,6 +156,6 @@ class Qwen21LatentFormat(comfy.latent_formats.LatentFormat):
         return latent * std + mean
 
     def _moments(self, latent: Tensor) -> list[Tensor]:
-        """Mean and deviation of each channel, beside latents [B, 64, h, w] or with an axis of frames."""
+        """Mean and deviation of each channel, shaped for latents [B, 64, h, w], or with a frame axis."""
         shape = (1, -1, *[1] * (latent.ndim - 2))
         return [moment.to(latent).view(shape) for moment in (self.mean, self.std)]

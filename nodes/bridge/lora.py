@@ -1,4 +1,4 @@
-"""LoRAs of every style of keys as patches of ComfyUI's kind, so that stacks, clones and undo are as for core's own."""
+"""LoRAs with keys of any style as ComfyUI patches, so that stacking, cloning and undo work as for core's own."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from ...qwen21.lora.read import Adapter, Lora, read_lora
 from ..titles import LOAD_DIT
 from .model import is_cores, is_ours
 
-ATTACHED = "qwen21_loras"  # what a MODEL's reports say of its LoRAs
+ATTACHED = "qwen21_loras"  # the MODEL's attachment with the facts of its LoRAs
 
 
 class DoRA(comfy.weight_adapter.WeightAdapterBase):
-    """A low-rank difference, then every row at a trained length (arXiv 2402.09353).
+    """A low-rank difference, after which every row is scaled to a trained length (arXiv 2402.09353).
 
-    Core's own adapter divides by the length of the rows before the difference, not behind it as DoRA is defined. In a
-    stack a DoRA acts on the weight that the LoRAs before it left.
+    Core's own adapter divides by the length of the rows before the difference is added; DoRA is defined by the length
+    after it. In a stack, a DoRA acts on the weight that the LoRAs before it produced.
     """
 
     name = "qwen21_dora"
 
     def __init__(self, loaded_keys: set[str], weights: tuple[Tensor, Tensor, float, Tensor]) -> None:
-        """`weights`: up [out, rank], down [rank, in], scale, magnitude [out]. Core calls this too, with the same."""
+        """`weights`: up [out, rank], down [rank, in], scale, magnitude [out]. Core calls this in the same way."""
         self.loaded_keys, self.weights = loaded_keys, weights
 
     def calculate_weight(
@@ -55,7 +55,7 @@ def patch_of(adapter: Adapter) -> comfy.weight_adapter.WeightAdapterBase:
 
 
 def with_lora(patcher: Any, path: Path, strength: float) -> tuple[Any, Lora]:
-    """A clone of a MODEL with one more LoRA in force; at strength 0 the MODEL itself."""
+    """Clone a MODEL with one more LoRA; at strength 0 return the MODEL itself."""
     if is_cores(patcher):
         raise UserError(
             f"the MODEL is core's own Qwen-Image 2.1; take LoraLoaderModelOnly for it, or load it with '{LOAD_DIT}'"
@@ -79,11 +79,11 @@ def with_lora(patcher: Any, path: Path, strength: float) -> tuple[Any, Lora]:
 
 
 def turbo_loras(patcher: Any) -> list[tuple[str, str]]:
-    """Name of each LoRA on a MODEL that makes it Turbo, and what tells it."""
+    """The name of each LoRA on a MODEL that makes it Turbo, and the evidence for it."""
     found = attached(patcher) if patcher is not None else []
     return [(facts["file"], facts["turbo"]) for facts in found if "turbo" in facts]
 
 
 def attached(patcher: Any) -> list[dict[str, Any]]:
-    """What is to be told of the LoRAs that `with_lora` put onto a MODEL, in their order."""
+    """Facts of the LoRAs that `with_lora` put onto a MODEL, in their order."""
     return patcher.get_attachment(ATTACHED) or []

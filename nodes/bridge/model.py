@@ -1,4 +1,4 @@
-"""The transformer as a ComfyUI MODEL: patchable, partly loadable, sampled by ComfyUI's own stack."""
+"""The transformer as a ComfyUI MODEL: can be patched and partly loaded, and is sampled by ComfyUI's own samplers."""
 
 from __future__ import annotations
 
@@ -47,17 +47,17 @@ class Qwen21Config(comfy.supported_models_base.BASE):
 
 
 class ComfyDiT(Asked, DiT):
-    """The library's transformer behind the call that ComfyUI's base models make."""
+    """The library's transformer with the interface that ComfyUI's base models call."""
 
     what = "transformer"
 
     def __init__(self, config: Any, *, dtype: torch.dtype, device: Any, operations: Any, **_: Any) -> None:
         super().__init__(config, operations=operations, dtype=dtype, device=device)
         self.dtype = dtype
-        self.in_channels = self.out_channels = 64  # core's nodes ask (RenormCFG)
+        self.in_channels = self.out_channels = 64  # read by a node of core (RenormCFG)
         self._compiler = Compiler()
 
-    @torch.compiler.disable  # of TorchCompileModel's graph nothing would be left; see `Compiler`
+    @torch.compiler.disable  # TorchCompileModel's graph would be empty; see `Compiler`
     def forward(
         self,
         x: Tensor,
@@ -70,7 +70,7 @@ class ComfyDiT(Asked, DiT):
         options = transformer_options or {}
         wrappers = comfy.patcher_extension.get_all_wrappers(comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, options)
         executor = comfy.patcher_extension.WrapperExecutor.new_class_executor(self._forward, self, wrappers)
-        if wrappers:  # they may write into what they get, as EasyCache does: in fp32 `x` is the sampler's own
+        if wrappers:  # they may write into their inputs, as EasyCache does, and in fp32 `x` is the sampler's own
             x = x.clone()
         return executor.execute(x, timestep, context, control, options, **kwargs)
 
@@ -80,7 +80,7 @@ class ComfyDiT(Asked, DiT):
         """Velocity [B, 64, h, w]. Rows of the batch share the prefix of their condition."""
         condition = kwargs.get("qwen21")
         refuse_unsupported(control, options, condition)
-        if x.ndim == 5:  # one frame, as latents of videos have it
+        if x.ndim == 5:  # a single frame, with the frame axis of videos
             return self._forward(x[:, :, 0], timestep, context, control, options, **kwargs)[:, :, None]
         self.kernels = self._compiler.kernels(self.config, x, options)
         velocity = torch.empty_like(x)
@@ -95,10 +95,10 @@ class ComfyDiT(Asked, DiT):
     def _prefix(
         self, model: Qwen21Model, condition: Condition, row: int, x: Tensor, options: dict[str, Any]
     ) -> RunPrefix:
-        """The prefix of one text of the condition: found or computed in a run's first step, let go at its end.
+        """Return the prefix of one text of the condition: found or computed in a run's first step, released at its end.
 
-        `model` is the one that this transformer is of. Where several devices share a run, each has a model and a
-        prefix of its own.
+        `model` is the one that owns this transformer. Where several devices share a run, each has its own model and
+        prefix.
         """
         place = id(model), x.device, row
         if place in condition.prefixes:
@@ -112,10 +112,10 @@ class ComfyDiT(Asked, DiT):
 
 
 class Qwen21Model(comfy.model_base.QwenImage):
-    """BaseModel of our transformer. `part` says which file it is, `turbo` whether its name or folder says Turbo.
+    """BaseModel of our transformer. `part` is its component on disk, `turbo` whether its name or folder says Turbo.
 
-    By `QwenImage`, and by no other class, core maps LoRA keys with a `transformer.` prefix or with none. Newer cores
-    have a `QwenImage21` beside it, which is for their own transformer: it resets a cache that ours does not have.
+    Core maps LoRA keys with the prefix `transformer.` or without one only for `QwenImage`. Newer cores also have
+    `QwenImage21`, which is for their own transformer: it resets a cache that ours does not have.
     """
 
     def __init__(self, model_config: Qwen21Config, part: Component, turbo: bool, schedule: ScheduleConfig) -> None:
@@ -142,7 +142,7 @@ class Qwen21Model(comfy.model_base.QwenImage):
 
     def extra_conds_shapes(self, **kwargs: Any) -> dict[str, list[int]]:
         if not has_states(kwargs):
-            return {}  # `extra_conds` will refuse it by its name
+            return {}  # `extra_conds` refuses it by its name
         condition = self._condition(kwargs)
         kv_blocks = [condition.layout(row).kv_block_tokens for row in range(len(condition.texts))]
         sizes = {
@@ -153,7 +153,7 @@ class Qwen21Model(comfy.model_base.QwenImage):
         return {f"qwen21{name}": [1, 1, size] for name, size in sizes.items()}
 
     def apply_model(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The transformer is told whose it is: a condition may be another model's, a copy of this on another device."""
+        """Pass the transformer its own model: a condition may come from another one, a copy on another device."""
         return super().apply_model(*args, qwen21_model=self, **kwargs)
 
     def memory_required(self, input_shape: list[int], cond_shapes: Shapes | None = None, **further: Any) -> int:
@@ -168,7 +168,7 @@ class Qwen21Model(comfy.model_base.QwenImage):
         return working + sum(to_come) + self._unpacking()
 
     def _unpacking(self) -> int:
-        """Bytes of the largest quantized weight while it is used; patches need it and their own sum in fp32."""
+        """Bytes of the largest quantized weight while unpacked; patches need it and their own sum in fp32."""
         patched = self.prefix_store.upcoming is not None and bool(self.prefix_store.upcoming.patches)
         itemsize = self.compute_dtype.itemsize + (2 * torch.float32.itemsize if patched else 0)
         return largest_weight(self.diffusion_model) * itemsize
@@ -180,7 +180,7 @@ class Qwen21Model(comfy.model_base.QwenImage):
 
 
 def load_model(path: str, dtype: str = "default", keep: str = "", disable_dynamic: bool = False) -> Any:
-    """A patcher with the transformer of a file or component folder. For `dtype` and `keep` see `precision`."""
+    """Load the transformer of a file or component folder into a patcher. `precision` explains `dtype` and `keep`."""
     part = find_dit(Path(path))
     schedule, turbo = schedule_of(part)
     weights, fp8 = precision(part, dtype, keep)
@@ -191,7 +191,7 @@ def load_model(path: str, dtype: str = "default", keep: str = "", disable_dynami
     model = Qwen21Model(config, part, turbo, schedule)
     model.stored_as = stored_as(part, fp8)
     fill(model.diffusion_model, part, weights, offload_device, fp8, LAYERS)
-    archive = getattr(comfy.model_management, "archive_model_dtypes", None)  # newer versions remember dtypes per layer
+    archive = getattr(comfy.model_management, "archive_model_dtypes", None)  # newer versions record dtypes per layer
     if archive:
         archive(model.diffusion_model)
     model.device = offload_device
@@ -204,12 +204,12 @@ def load_model(path: str, dtype: str = "default", keep: str = "", disable_dynami
 
 
 def is_reshaped(patcher: Any) -> bool:
-    """Whether a node gave the MODEL a sampling of its own, such as another shift."""
+    """Whether a node changed the MODEL's sampling, such as its shift."""
     return is_ours(patcher) and patcher.get_model_object("model_sampling") is not patcher.model.plain_sampling
 
 
 def _require_plain(patcher: Any, noise: Tensor) -> None:
-    """Refuse what would come out as noise: another sampling than the transformer's, and latents with frames."""
+    """Refuse what would produce noise: a sampling that is not the transformer's, and latents with frames."""
     require_pictures(noise)
     sampling, half = patcher.get_model_object("model_sampling"), torch.tensor(0.5)
     if not isinstance(sampling, comfy.model_sampling.CONST) or float(sampling.timestep(half)) != 0.5:
@@ -229,7 +229,7 @@ def official_sigmas(patcher: Any, sigmas: Tensor, tokens: int) -> Tensor | None:
 
 
 def _use_official_grid(executor: Any, noise: Tensor, latent_image: Tensor, sampler: Any, sigmas: Tensor, *rest, **kw):
-    """KSampler never asks a model for sigmas: its `simple` grid becomes the released one of this size."""
+    """Replace KSampler's `simple` grid by the released one, because KSampler never asks a model for sigmas."""
     patcher = executor.class_obj.model_patcher
     if isinstance(patcher.model, Qwen21Model):
         refuse_training(sampler)
@@ -258,7 +258,7 @@ def _use_official_grid(executor: Any, noise: Tensor, latent_image: Tensor, sampl
 
 
 def _warn_of_turbo(patcher: Any, steps: int, cfg: float) -> None:
-    """Log where the released schedule does not fit the MODEL's LoRAs, or `cfg` the schedule."""
+    """Log a warning where the released schedule does not fit the MODEL's LoRAs, or `cfg` the schedule."""
     from .lora import turbo_loras
 
     for line in turbo_warnings("turbo" if patcher.model.turbo else "base", steps, cfg, turbo_loras(patcher)):
@@ -266,7 +266,7 @@ def _warn_of_turbo(patcher: Any, steps: int, cfg: float) -> None:
 
 
 def _end_run(patcher: Any) -> None:
-    """After a run: clones of the loader's patcher share its model, and so its store."""
+    """Clean up after a run. Clones of the loader's patcher share its model, and so its store."""
     patcher.model.prefix_store.end()
 
 
@@ -275,12 +275,12 @@ def is_ours(patcher: Any) -> bool:
 
 
 def is_cores(patcher: Any) -> bool:
-    """Core's own Qwen-Image 2.1 MODEL (0.37 and newer)."""
+    """Whether a MODEL is core's own Qwen-Image 2.1 (0.37 and newer)."""
     return type(patcher.model).__name__ == "QwenImage21"
 
 
 def with_prefix_options(patcher: Any, **settings: Any) -> Any:
-    """A clone that keeps its prefixes as asked, and otherwise as the MODEL did before (see `PrefixSettings`)."""
+    """Clone a MODEL with the requested prefix settings; others stay as they were (see `PrefixSettings`)."""
     clone = patcher.clone()
     options = clone.model_options["transformer_options"]
     clone.model_options["transformer_options"] = options | {OPTIONS: options.get(OPTIONS, {}) | settings}

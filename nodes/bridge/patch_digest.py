@@ -1,4 +1,4 @@
-"""Which model a prefix is of: what K and V depend on besides a prefix's inputs."""
+"""Identify the model that a prefix belongs to: everything K and V depend on besides the prefix's inputs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ...qwen21.prefix import content
 
 
 class Unseen(Exception):
-    """Something acts on the model that no key can cover; the message says what."""
+    """Raised where something acts on the model that no key can cover; the message names it."""
 
 
 class PatchDigest:
-    """Content hashes of the patches on a MODEL. Tensors are hashed once while they live: LoRAs keep theirs."""
+    """Content hashes of the patches on a MODEL. A tensor is hashed once in its lifetime: LoRAs keep theirs."""
 
     def __init__(self) -> None:
         self._known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def of(self, patches: Mapping[Any, list[tuple[Any, ...]]]) -> str:
-        """'' without patches. Equal contents at equal strengths give equal names. `Unseen` for what has no content."""
+        """Hash `patches` by content and strength; '' without any. Raises `Unseen` for those without content."""
         if not patches:
             return ""
         digest = hashlib.blake2b(digest_size=16)
@@ -52,7 +52,7 @@ class PatchDigest:
 
 
 def require_visible(patcher: Any, options: Mapping[str, Any]) -> None:
-    """`Unseen` where something changes what the transformer computes in a way its patches do not tell."""
+    """Raise `Unseen` where something changes the transformer's results in a way that its patches do not show."""
     acting = {
         "a node injects code into the model": bool(patcher.injections),
         "a node wraps weights": bool(getattr(patcher, "weight_wrapper_patches", None)),

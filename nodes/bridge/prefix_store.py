@@ -1,4 +1,4 @@
-"""The prefixes of a MODEL: by way of its store where nothing acts on the model unseen, for one run otherwise."""
+"""The prefixes of a MODEL: from its store, or for one run only where the model is changed in ways no key covers."""
 
 from __future__ import annotations
 
@@ -35,13 +35,14 @@ log = logging.getLogger(__name__)
 
 
 class PrefixStore:
-    """A base model's store, as long-lived as the model, and a patcher of it for each device that the model ran on.
+    """A base model's store, which lives as long as the model, and a patcher of it for each device the model ran on.
 
-    Nodes give a MODEL another device, or a run more of them, by other patchers of the model or by another model.
+    Nodes that give a MODEL another device, or a run several devices, do so by other patchers of the model or by another
+    model.
     """
 
     def __init__(self, model: Any) -> None:
-        self._owner = weakref.ref(model)  # ComfyUI wants models to go without the garbage collector
+        self._owner = weakref.ref(model)  # weak, so that the model is freed without the garbage collector
         self._conditions: weakref.WeakSet[Condition] = weakref.WeakSet()
         self._digest = PatchDigest()
         self.store = Store(store_budget())
@@ -57,7 +58,7 @@ class PrefixStore:
 
     @property
     def patcher(self) -> StorePatcher:
-        """Of the device that the model runs on."""
+        """The store's patcher for the device that the model runs on."""
         if self.device not in self._patchers:
             self._patchers[self.device] = StorePatcher(self.device, self.store)
         return self._patchers[self.device]
@@ -65,9 +66,11 @@ class PrefixStore:
     def prefix(
         self, condition: Condition, row: int, x: Tensor, options: dict[str, Any], prefilling: dict[str, Any]
     ) -> tuple[RunPrefix, Reuse]:
-        """The prefix of one text of a condition for targets like `x` [B, 64, h, w], laid out for all steps where memory
-        allows. Called within the model's forward,
-        where its weights, patches and hooks are in force; `prefilling` goes to `DiT.prefill`."""
+        """The prefix of one text of a condition, contiguous for targets like `x` [B, 64, h, w] where memory allows.
+
+        Call it within the model's forward, where its weights, patches and hooks are active. `prefilling` goes to
+        `DiT.prefill`.
+        """
         settings = settings_of(options)
         self.device = self._model.current_patcher.load_device
         dit, inputs = self._model.diffusion_model, condition.inputs(row, x)
@@ -105,11 +108,11 @@ class PrefixStore:
 
     @property
     def is_running(self) -> bool:
-        """Whether a run began: between runs nothing tells that a tensor still holds what it held."""
+        """Whether a run is going on. Between runs a cached tensor's content may change unnoticed."""
         return self.upcoming is not None
 
     def begin(self, patcher: Any) -> None:
-        """Before a run, and before ComfyUI asks what it needs: `patcher` is about to sample. None after it."""
+        """Prepare for a run of `patcher`, before ComfyUI asks for its memory needs. None: there is no run any more."""
         self.upcoming, self._counted = patcher, set()
         self.conditions.forget()
         if patcher is not None:
@@ -118,11 +121,11 @@ class PrefixStore:
                 log.warning("Qwen-Image 2.1: %s", warning)
 
     def watch(self, condition: Condition) -> None:
-        """A condition of the run: some guiders keep theirs where nobody else finds them."""
+        """Register a condition of the run, because some guiders keep theirs where nothing else finds them."""
         self._conditions.add(condition)
 
     def end(self) -> None:
-        """After a run: let go of its prefixes, which only the store may keep, and be ready to yield them."""
+        """Finish a run: release its prefixes, which only the store may keep, and let ComfyUI evict from the store."""
         self.upcoming = None
         self.conditions.forget()
         for condition in self._conditions:
@@ -130,8 +133,11 @@ class PrefixStore:
         self.patcher.register()
 
     def bytes_to_come(self, condition: Condition) -> int:
-        """Bytes that a condition's prefixes will add to the device: without what the store holds there already, and
-        without what another condition of the run was asked for before."""
+        """Bytes that a condition's prefixes will add to the device.
+
+        Blocks that the store holds there already, or that were counted for another condition of the run, are not
+        included.
+        """
         if self.upcoming is None:
             return 0
         settings = settings_of(self.upcoming.model_options.get("transformer_options", {}))
@@ -151,7 +157,7 @@ class PrefixStore:
         return total
 
     def _absent(self, condition: Condition, row: int, settings: PrefixSettings, codec: str) -> list[tuple[str, int]]:
-        """Key and tokens of the KV blocks of a text that are not on the device."""
+        """Key and tokens of those KV blocks of a text that are not on the device."""
         keys, tokens = condition.keys[row], condition.layout(row).kv_block_tokens
         present = 0
         if len(self.store) and settings.cache and condition.stable:
@@ -164,7 +170,7 @@ class PrefixStore:
 
 
 def note_reuse(guider: Any) -> None:
-    """At a run's end: say what became of each prefix, in the log and, by condition name, as `guider.qwen21_reuse`."""
+    """At a run's end, log how each prefix was obtained, and store it by condition name as `guider.qwen21_reuse`."""
     guider.qwen21_reuse = {}
     for name, entries in getattr(guider, "conds", {}).items():
         held = [entry.get("model_conds", {}).get("qwen21") for entry in entries]

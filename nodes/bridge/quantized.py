@@ -1,4 +1,4 @@
-"""Quantized weights in ComfyUI: layers that may lie half loaded, and a patcher that leaves their codes alone."""
+"""Quantized weights in ComfyUI: layers that may be partly loaded, and a patcher that never changes their codes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ...qwen21.ops.quantized import (
 
 
 class _Placed(comfy.ops.CastWeightBiasOp):
-    """Packed data that may lie on another device than the input: it comes there at each call.
+    """Quantized data that may be on another device than the input and is copied to it at each call.
 
-    Modules of this base class are what ComfyUI leaves in RAM where a model does not fit.
+    Layers of this base class are those that ComfyUI leaves in RAM where a model does not fit.
     """
 
     def packed_on(self, device: torch.device) -> QuantizedWeight:
@@ -41,31 +41,31 @@ def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
 
 
 class ComfyQuantLinear(QuantLinear, _Placed):
-    """A quantized linear layer whose patches are computed beside its weight, in fp32, at each call."""
+    """A quantized linear layer. Patches are added to its dequantized weight, in fp32, at each call."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., columns] -> [..., rows], in the dtype of x."""
+        """Map x [..., columns] to [..., rows], in the dtype of x."""
         packed, bias = self.packed_on(x.device), _on(self.bias, x.device)
         for function in self.bias_function:
             bias = function(bias.clone())
         if not self.weight_function:
             return quantized_linear(x, packed, bias, self.rotation)
-        weight = dequantized(packed)  # patches are of the basis that was not rotated
+        weight = dequantized(packed)  # patches refer to the unrotated basis
         for function in self.weight_function:
             weight = function(weight)
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def convert_weight(self, codes: Tensor, inplace: bool = False, **_: Any) -> Tensor:
-        """The numbers that codes in floating point stand for. ComfyUI asks where it mixes models."""
+        """Dequantize `codes` to floating point. ComfyUI calls this where it merges models."""
         scale = _on(self.weight_scale, codes.device)
         return dequantized(QuantizedWeight(codes, scale, self.packed.group), codes.dtype)
 
 
 class ComfyQuantEmbedding(QuantEmbedding, _Placed):
-    bias = None  # ComfyUI asks every layer that it casts
+    bias = None  # an attribute that ComfyUI reads of every layer it casts
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [...] -> [..., width], fp32."""
+        """Map ids [...] to [..., width], fp32."""
         return quantized_rows_of(ids, self.packed_on(ids.device), self.rotation)
 
 
@@ -77,12 +77,12 @@ def is_quantized(module: nn.Module) -> bool:
 
 
 def largest_weight(module: nn.Module) -> int:
-    """Numbers in the largest weight of a quantized linear layer, which is unpacked at each call; 0 without any."""
+    """Number of values in the largest weight of a quantized linear layer, which each call unpacks; 0 without any."""
     return max((layer.weight.numel() for layer in module.modules() if isinstance(layer, ComfyQuantLinear)), default=0)
 
 
 def patcher_class(module: nn.Module, disable_dynamic: bool = False) -> type[comfy.model_patcher.ModelPatcher]:
-    """The patcher core's loaders use here: newer versions stream weights on NVIDIA. Quantized layers need ours."""
+    """Class of the patcher that core's loaders use here (newer ones stream weights on NVIDIA), or ours if quantized."""
     plain = comfy.model_patcher.ModelPatcher
     if is_quantized(module):
         return QuantPatcher
@@ -90,19 +90,19 @@ def patcher_class(module: nn.Module, disable_dynamic: bool = False) -> type[comf
 
 
 class HookPatch(LowVramPatch):
-    """The patches of a weight by ComfyUI's hooks, for as long as those are in force."""
+    """The patches of a weight by ComfyUI's hooks, for as long as the hooks are active."""
 
 
-IN_ORDER = (LowVramPatch, HookPatch)  # what others wrap around a weight comes after both
+IN_ORDER = (LowVramPatch, HookPatch)  # functions that others put on a weight run after both
 
 
 class QuantPatcher(comfy.model_patcher.ModelPatcher):
     """A patcher that never merges into quantized weights: patches become functions of their layers.
 
-    ComfyUI itself does so with layers that it leaves in RAM, and merges into the others. It also forgets functions of
-    layers that are loaded already when more of a model is loaded, and adds some when a part leaves: so after each of
-    these steps all are set anew. Not ComfyUI's dynamic patcher: that one moves `weight` and `bias` alone, by code of
-    its own that knows nothing of scales.
+    ComfyUI itself does so for layers that it leaves in RAM, and merges into the others. But it loses the functions of
+    loaded layers when more of a model is loaded, and adds some when a part is unloaded, so this class sets them all
+    again after each of these steps. ComfyUI's dynamic patcher is not used: its own code moves only `weight` and `bias`,
+    and not scales.
     """
 
     def patch_weight_to_device(self, key: str, *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +140,7 @@ class QuantPatcher(comfy.model_patcher.ModelPatcher):
         refuse_saving()
 
     def _quantized(self, key: str) -> ComfyQuantLinear | None:
-        """The layer whose packed weight a key names."""
+        """The quantized layer whose weight has the key `key`; None for other keys."""
         owner, _, leaf = key.rpartition(".")
         layer = self.model.get_submodule(owner) if leaf == "weight" else None
         return layer if isinstance(layer, ComfyQuantLinear) else None
@@ -151,7 +151,7 @@ class QuantPatcher(comfy.model_patcher.ModelPatcher):
                 yield f"{name}.weight", layer
 
     def _put_beside(self, kind: type[LowVramPatch], patches: Mapping[str, Any]) -> None:
-        """Let these be all patches of a kind that quantized layers have."""
+        """Make `patches` the only patches of `kind` on quantized layers."""
         for key, layer in self._layers():
             functions = [function for function in layer.weight_function if type(function) is not kind]
             if key in patches:

@@ -1,4 +1,4 @@
-"""How a MODEL keeps its prefixes: what our nodes asked for, and what core's own cache node did."""
+"""How a MODEL stores its prefixes: the settings of our nodes and of core's own cache node."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-OPTIONS = "qwen21_prefix"  # in transformer_options: the fields of PrefixSettings
-CORES = "qwen_image21_cache"  # beside it, from core's QwenImage21Cache: a device and a dtype
+OPTIONS = "qwen21_prefix"  # key in transformer_options: the fields of PrefixSettings
+CORES = "qwen_image21_cache"  # key of core's QwenImage21Cache: a device and a dtype
 PLACES = ("auto", "gpu", "cpu")
-STORAGES = {"int8": "int8", "int4": "int8"}  # core's dtypes that are not its default, as ours
+STORAGES = {"int8": "int8", "int4": "int8"}  # core's non-default dtypes -> our storages
 
 
 @dataclass(frozen=True)
 class PrefixSettings:
-    """How a MODEL keeps its prefixes. `budget` in GiB for all of them between runs, 0 for the default."""
+    """How a MODEL stores its prefixes. `budget` is GiB for all of them between runs, 0 for the default."""
 
     cache: bool = True
     device: str = "auto"
@@ -23,9 +23,9 @@ class PrefixSettings:
 
 
 def settings_of(options: Mapping[str, Any]) -> PrefixSettings:
-    """The settings in a MODEL's transformer options. Where our own prefix cache node spoke, core's node is not asked.
+    """The settings in a MODEL's transformer options. Our own prefix cache node takes precedence over core's.
 
-    The sampler's switch alone is no such word: its `on` is what nobody touched, and core's `off` stands.
+    The sampler's switch does not: its `on` is the untouched default, so core's `off` remains valid.
     """
     ours = options.get(OPTIONS, {})
     if "device" in ours:
@@ -34,7 +34,7 @@ def settings_of(options: Mapping[str, Any]) -> PrefixSettings:
 
 
 def settings_warnings(options: Mapping[str, Any]) -> list[str]:
-    """What core's node asks for and does not get."""
+    """Warnings about what core's node requests and does not get."""
     spoken = "device" in options.get(OPTIONS, {})
     if spoken or "storage" not in _cores(options) or options[CORES]["dtype"] != "int4":
         return []
@@ -42,7 +42,7 @@ def settings_warnings(options: Mapping[str, Any]) -> list[str]:
 
 
 def _cores(options: Mapping[str, Any]) -> dict[str, Any]:
-    """What core's node asks for, as fields of `PrefixSettings`."""
+    """The settings of core's node, as fields of `PrefixSettings`."""
     asked = options.get(CORES) or {}
     device, dtype = asked.get("device"), asked.get("dtype")
     if device == "off":

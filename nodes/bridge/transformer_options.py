@@ -1,4 +1,4 @@
-"""What other nodes ask of the transformer by its options: attention, compiling, and patches that cannot be."""
+"""What other nodes set in the transformer's options: attention, compiling, and patches that are not supported."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from .condition import Condition
 
 log = logging.getLogger(__name__)
 
-COMPILED = "torch.compile"  # the key of the wrapper that core's TorchCompileModel leaves
+COMPILED = "torch.compile"  # the key of the wrapper that core's TorchCompileModel adds
 
 
 class Compiler:
-    """The kernels of one transformer: compiled ones, once TorchCompileModel asks for them.
+    """The kernels of one transformer: compiled ones once TorchCompileModel requests them.
 
-    Core's wrapper would compile the whole transformer for one size and one number of references. Our kernels are for
-    all, and no weight is in them: weights may be patched, quantized or moved as ever.
+    Core's wrapper would compile the whole transformer for one size and one number of references. Our kernels serve all
+    of them and contain no weights, so weights may still be patched, quantized or moved.
     """
 
     def __init__(self) -> None:
@@ -60,8 +60,10 @@ def refuse_unsupported(control: Any, options: dict[str, Any], condition: Conditi
 
 
 def refuse_patches(options: Mapping[str, Any]) -> None:
-    """Refuse what replaces parts of the transformer, naming what put it there. Before a run, and again in its steps:
-    hooks may bring some in between."""
+    """Refuse replacements of parts of the transformer, and name where they come from.
+
+    Called before a run and again in its steps, because hooks may add some in between.
+    """
     given = dict(options.get("patches", {}))
     given |= {f"patches_replace.{name}": found for name, found in options.get("patches_replace", {}).items()}
     given["rope_options"] = options.get("rope_options")
@@ -84,26 +86,26 @@ def _is_fun_control(patch: Any) -> bool:
 
 
 def _of_whom(patches: Iterable[Any]) -> str:
-    """` (of a, b)`: the Python modules that the patches come from, which say whose node it is."""
+    """Format ` (of a, b)`: the Python modules that the patches come from, which identify the node."""
     modules = {getattr(one, "__module__", None) for patch in patches for one in _functions(patch)}
     found = sorted(module for module in modules if module)
     return f" (of {', '.join(found)})" if found else ""
 
 
 def _name(function: Any) -> str:
-    """Of a function, or of what an object with `__call__` is."""
+    """Name of a function, or of the class of an object with `__call__`."""
     owner = getattr(function, "__self__", None)
     return getattr(function, "__qualname__", type(function).__qualname__) + (type(owner).__qualname__ if owner else "")
 
 
 def _functions(patch: Any) -> list[Any]:
-    """What can be called in a patch: the values of a mapping, the items of a list."""
+    """The candidates for functions in a patch: the values of a mapping, the items of a list."""
     held = patch.values() if isinstance(patch, Mapping) else patch if isinstance(patch, (list, tuple)) else []
     return [patch] if callable(patch) else [one for each in held for one in _functions(each)]
 
 
 def attention(options: dict[str, Any]) -> Any:
-    """ComfyUI's chosen attention, overrides included; masked text stays with PyTorch's, which handles masks right."""
+    """ComfyUI's selected attention, overrides included. Masked text stays with PyTorch's, which handles masks right."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         if mask is not None or causal:

@@ -1,4 +1,4 @@
-"""The VAE as ComfyUI's nodes use one: decode to IMAGE, encode from it, whole or tiled."""
+"""The VAE as ComfyUI's nodes use one: decode to IMAGE and encode from it, whole or tiled."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .host import check_cancel, free_bytes, vae_dtype
 from .latents import noted, warn
 from .quantized import patcher_class
 
-KEPT_LATENTS = 16  # reference latents remembered by the content of their pixels
+KEPT_LATENTS = 16  # reference latents cached by the content of their pixels
 
 
 class ComfyVAE(Asked, VAE):
-    """The library's VAE where core's nodes look inside one."""
+    """The library's VAE, where core's nodes look inside one."""
 
     what = "VAE"
 
@@ -56,7 +56,7 @@ class Qwen21VAE(Asked):
         self.output_device = comfy.model_management.intermediate_device()
         self.alpha = alpha
         self.name = name
-        self.trained_sizes = trained_sizes  # smallest and largest side in pixels, where the model says so
+        self.trained_sizes = trained_sizes  # smallest and largest side in pixels, where the model says it
         self._latents: OrderedDict[tuple[str, str], Tensor] = OrderedDict()
 
     @property
@@ -65,25 +65,25 @@ class Qwen21VAE(Asked):
         return f"{self.first_stage_model.made_of} {self.vae_dtype} {self.device}"
 
     def decode(self, samples: Tensor, vae_options: dict | None = None, **_: Any) -> Tensor:
-        """Pictures of raw latents; RGB or RGBA as the loader's `alpha` says."""
+        """Decode raw latents to pictures, RGB or RGBA as the loader's `alpha` says."""
         budget = self._load(samples, decode=True)
         return self._picture(lambda z: vae_tiling.decode(self._vae, z, budget, check_cancel=check_cancel), samples)
 
     def decode_tiled(self, samples: Tensor, tile_x: int = 64, tile_y: int = 64, **_: Any) -> Tensor:
-        """As `decode`, in tiles of the smaller of both sizes (in latent cells). Exact, so no overlap is needed."""
+        """Decode in tiles of the smaller of both sizes, in latent cells. Exact, so no overlap is needed."""
         tile = max(1, min(tile_x, tile_y))
         self._load(samples, decode=True, tile=tile)
         return self._picture(lambda z: vae_tiling.decode_tiled(self._vae, z, tile, check_cancel), samples)
 
     def encode(self, pixel_samples: Tensor, **_: Any) -> Tensor:
-        """Raw latents of pictures [B, H, W, C]; without alpha they are opaque. Sides are cropped to multiples of 16."""
+        """Encode pictures [B, H, W, C] to raw latents. Without alpha they are opaque. Sides are cropped to 16s."""
         pixels, notes = self._pixels(pixel_samples)
         budget = self._load(pixels, decode=False)
         latents = self._latent(lambda x: vae_tiling.encode(self._vae, x, budget, check_cancel=check_cancel), pixels)
         return noted(latents, notes)
 
     def encode_tiled(self, pixel_samples: Tensor, tile_x: int = 512, tile_y: int = 512, **_: Any) -> Tensor:
-        """As `encode`, in tiles (sizes in pixels)."""
+        """Encode in tiles, with sizes in pixels."""
         pixels, notes = self._pixels(pixel_samples)
         tile = max(1, min(tile_x, tile_y) // LATENT_PIXELS)
         self._load(pixels, decode=False, tile=tile)
@@ -91,7 +91,7 @@ class Qwen21VAE(Asked):
         return noted(latents, notes)
 
     def encode_reference(self, reference: Reference) -> Tensor:
-        """Raw latent [1, 64, h, w] of a reference; the last few are remembered by their pixels."""
+        """Raw latent [1, 64, h, w] of a reference; the last few are cached by their pixels."""
         key = reference.digest, self.identity
         if key not in self._latents:
             pixels = to_vae_pixels(reference.image)
@@ -101,7 +101,7 @@ class Qwen21VAE(Asked):
             while len(self._latents) > KEPT_LATENTS:
                 self._latents.popitem(last=False)
         self._latents.move_to_end(key)
-        return self._latents[key].clone()  # another node may change what it is given
+        return self._latents[key].clone()  # another node may change it in place
 
     def spacial_compression_decode(self) -> int:
         return LATENT_PIXELS
@@ -117,7 +117,7 @@ class Qwen21VAE(Asked):
         return bool(dynamic and dynamic())
 
     def throw_exception_if_invalid(self) -> None:
-        """Core asks this of its own VAEs; ours was checked when it was loaded."""
+        """Do nothing. Core calls this on its own VAEs; ours was checked when it was loaded."""
 
     def get_sd(self) -> dict[str, Tensor]:
         return self.first_stage_model.state_dict()
@@ -127,7 +127,7 @@ class Qwen21VAE(Asked):
         return self.first_stage_model
 
     def _load(self, x: Tensor, decode: bool, tile: int | None = None) -> int:
-        """Bring the weights to the device; returns the bytes free for activations."""
+        """Load the weights to the device; return the bytes free for activations."""
         height, width = (side * (LATENT_PIXELS if decode else 1) for side in x.shape[-2:])
         peak = vae_tiling.peak_bytes(self._vae.config, width, height, self.vae_dtype, decode=decode, tile=tile)
         comfy.model_management.load_models_gpu([self.patcher], memory_required=int(peak * vae_tiling.WORKSPACE))
@@ -138,7 +138,7 @@ class Qwen21VAE(Asked):
             samples = samples[:, :, 0]
         height, width = (side * LATENT_PIXELS for side in samples.shape[-2:])
         pictures = torch.empty(len(samples), height, width, 4, device=self.output_device)
-        for row, picture in zip(samples.split(1), pictures, strict=True):  # of a batch, the device holds one
+        for row, picture in zip(samples.split(1), pictures, strict=True):  # one picture on the device at a time
             picture.copy_(run(row.to(self.device, torch.float32))[0].mul_(0.5).add_(0.5).movedim(0, -1))
         return _with_alpha(pictures, self.alpha)
 
@@ -147,8 +147,10 @@ class Qwen21VAE(Asked):
         return torch.cat(rows).to(self.output_device)
 
     def _pixels(self, pictures: Tensor) -> tuple[Tensor, list[str]]:
-        """[B, H, W, C] in [0, 1] -> [B, 4, H, W] in [-1, 1], cropped about the centre to multiples of 16, which is
-        told."""
+        """Convert [B, H, W, C] in [0, 1] to [B, 4, H, W] in [-1, 1], and return notes about the cropping.
+
+        Pictures are cropped about the centre to multiples of 16.
+        """
         if pictures.ndim == 5:
             pictures = pictures.flatten(0, 1)
         height, width, channels = pictures.shape[1:]
@@ -169,9 +171,9 @@ class Qwen21VAE(Asked):
 
 
 def _with_alpha(pictures: Tensor, alpha: str) -> Tensor:
-    """RGBA pictures [B, H, W, 4] as the loader's choice has them.
+    """Return RGBA pictures [B, H, W, 4] in the form that the loader's `alpha` asks for.
 
-    auto drops the alpha of opaque pictures: three-channel consumers break on a fourth.
+    auto drops the alpha of opaque pictures, because nodes for three channels fail on a fourth.
     """
     if alpha == "keep":
         return pictures
@@ -182,8 +184,10 @@ def _with_alpha(pictures: Tensor, alpha: str) -> Tensor:
 
 
 def load_vae(path: str, dtype: str = "default", alpha: str = "auto", disable_dynamic: bool = False) -> Qwen21VAE:
-    """The VAE of a file or component folder. What overflows in fp16, which holds 65504 at most, is computed again in
-    fp32; `default` never chooses it."""
+    """Load the VAE of a file or component folder.
+
+    What overflows in fp16, which holds 65504 at most, is computed again in fp32; `default` never chooses fp16.
+    """
     part = find_vae(Path(path))
     load_device = comfy.model_management.vae_device()
     weights = vae_dtype(dtype)

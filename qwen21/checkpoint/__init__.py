@@ -1,1 +1,1 @@
-"""Checkpoint files: reading them lazily, saying what they are, and filling the networks from them."""
+"""Checkpoint files: read them lazily, identify the model in them, and fill the networks from them."""

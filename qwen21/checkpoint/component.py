@@ -12,12 +12,12 @@ from .safetensors_file import Checkpoint
 
 @dataclass(frozen=True)
 class Component:
-    """One network on disk: its files' headers, what they are, and its sizes. No weights."""
+    """One network on disk: the headers of its files, its identity, and its config. Holds no weights."""
 
     checkpoint: Checkpoint
     identity: Identity
     config: Any
 
     def stamp(self) -> str:
-        """A name of its weights, as its files are now, and of its config. No others ever have it."""
+        """Return a name that only these weights (by the present state of their files) with this config ever have."""
         return f"{self.checkpoint.stamp()} {hashlib.sha256(repr(asdict(self.config)).encode()).hexdigest()[:16]}"

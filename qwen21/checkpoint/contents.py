@@ -1,7 +1,7 @@
-"""Which contents a file holds: a digest that knows large files by samples, and the place and times that know the rest.
+"""Identify the contents of a file: by a digest that samples large files, and by the file's place and times.
 
-A digest of all of 15 GB takes tens of seconds, and samples do not see a single tensor that changed. But nobody writes
-to a file without the file system noting it.
+A digest over all of a 15 GB file takes tens of seconds, and samples miss the change of a single tensor. Place and times
+close that gap, because the file system records every write to a file.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import os
 import struct
 from pathlib import Path
 
-WHOLE_BYTES = 2**24  # a file that small is read whole
-SAMPLES, SAMPLE_BYTES = 32, 4096  # of a larger one's data
+WHOLE_BYTES = 2**24  # files up to this size are read whole
+SAMPLES, SAMPLE_BYTES = 32, 4096  # read from the data of larger files
 
 
 def digest_of(file: Path) -> bytes:
-    """A digest of a safetensors file: of all of a small one, else of its size, its header and pieces of its data."""
+    """Digest of a safetensors file: of all bytes if it is small, else of its size, header and samples of its data."""
     with file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         digest = hashlib.sha256(struct.pack("<Q", size))
@@ -33,6 +33,6 @@ def digest_of(file: Path) -> bytes:
 
 
 def place_of(file: Path) -> tuple[object, ...]:
-    """Where a file lies, links followed, and what its file system notes when somebody writes to it."""
+    """Real path of `file` (links followed), and what the file system changes when somebody writes to it."""
     found = file.stat()
     return os.path.realpath(file), found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

@@ -1,6 +1,6 @@
-"""A transformer or encoder as a single scaled fp8 file, in the names and with the markers ComfyUI reads.
+"""Convert a transformer or encoder to a single scaled fp8 file, with the names and markers that ComfyUI reads.
 
-Written layer by layer: neither the source nor the result is ever in memory.
+The file is written layer by layer, so neither the source nor the result is ever in memory as a whole.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .safetensors_file import DTYPE_BYTES, TensorInfo, read_json
 from .weights import Weights
 
 FP8_MARKER = json.dumps({"format": "float8_e4m3fn"}).encode()
-FINAL_NORM = "model.norm.weight"  # or what ends so: unused here, but other readers ask for it
+FINAL_NORM = "model.norm.weight"  # or a key that ends so: the library does not use it, but other readers ask for it
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One weight of the new file: its name, the sources whose rows it joins, and whether it becomes fp8."""
+    """One weight of the new file: its name, the sources whose rows are concatenated, and whether it becomes fp8."""
 
     name: str
     sources: tuple[Source, ...]
@@ -43,10 +43,10 @@ class Layer:
 
 
 def convert(slot: str, path: Path, fp8: Fp8, out: Path, scales: str = "tensor") -> str:
-    """Write the component at `path` to `out`; returns a line about it. `out` appears whole or not at all.
+    """Write the component at `path` to `out`, and return a line about it. `out` appears complete or not at all.
 
-    `scales` is tensor, all that ComfyUI's own loaders multiply with (a scale per row stops them with an error about
-    sizes), or row: the very weights that a run in fp8 makes for itself.
+    `scales` is "tensor" or "row". ComfyUI's own loaders only multiply with one scale per tensor, and fail with an error
+    about sizes at a scale per row. "row" gives exactly the weights that a run with `--dtype fp8` makes.
     """
     part = find_dit(path) if slot == "dit" else find_encoder(path)
     if part.identity.packings:
@@ -67,7 +67,7 @@ def convert(slot: str, path: Path, fp8: Fp8, out: Path, scales: str = "tensor") 
 
 
 def plan(part: Component, fp8: Fp8) -> list[Layer]:
-    """The weights of the new file. A fused one stays as it was if either of its halves is kept."""
+    """List the weights of the new file. A fused weight stays as it is if `fp8` keeps either of its halves."""
     groups: dict[str, list[str]] = {}
     for name, _ in module_of(part.identity.kind, part.config).named_parameters():
         groups.setdefault(_comfy_name(name), []).append(name)
@@ -84,14 +84,17 @@ def plan(part: Component, fp8: Fp8) -> list[Layer]:
 
 
 def _comfy_name(name: str) -> str:
-    """Our name -> that of ComfyUI's single files. Their gate_up is gate_layer's rows, then proj's, as we list them."""
+    """Translate a parameter's name to the one in ComfyUI's single files.
+
+    Their gate_up has the rows of gate_layer first, then those of proj; our modules come in the same order.
+    """
     for half in (".img_mlp.gate_layer.", ".img_mlp.proj."):
         name = name.replace(half, ".img_mlp.gate_up.")
     return name.replace("language_model.", "model.", 1) if name.startswith("language_model.") else name
 
 
 def _header(layers: list[Layer], part: Component, scales: str) -> dict[str, TensorInfo]:
-    """Tensors of the new file by name, those of wide dtypes first: readers want them aligned."""
+    """Entries of the new file by tensor name, wide dtypes first, because readers want them aligned."""
     tensors = {}
     for layer in layers:
         stem = layer.name.removesuffix(".weight")
@@ -110,7 +113,7 @@ def _header(layers: list[Layer], part: Component, scales: str) -> dict[str, Tens
 
 
 def _metadata(part: Component) -> dict[str, str]:
-    """The source's config goes along where the tensors' shapes do not tell it."""
+    """Metadata of the new file: the source's config is included where the tensors' shapes do not determine it."""
     if part.config == part.identity.config:
         return {"format": "pt"}
     config = part.checkpoint.path / "config.json"
@@ -136,7 +139,7 @@ def _write(
 
 
 def _tensors(layers: list[Layer], part: Component, scales: str) -> Iterator[tuple[str, Tensor]]:
-    """The data of the new file, one source after another in memory."""
+    """Yield the name and data of each tensor of the new file. Only one layer's sources are in memory at a time."""
     with part.checkpoint.reader() as reader, torch.no_grad():
         weights = Weights(part, reader, torch.float32, "cpu")
         for layer in layers:

@@ -1,4 +1,4 @@
-"""What a file is, from its header alone: which model, which layout, how it is quantized, what is missing."""
+"""Identify a file by its header alone: which model, which layout, how it is quantized, what is missing."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ TITLES = {
     "lora": "a LoRA, which patches a model and is none itself",
 }
 RELEASED_TEXT_WIDTH = 4096
-UNKNOWN = "unknown"  # the kind of what nothing here recognises
+UNKNOWN = "unknown"  # the kind of a checkpoint that nothing here recognises
 
 
-# Models that people put into the wrong slot, by parts of keys that only they have. The first that fits names the file.
+# Models that people put into the wrong slot, by parts of keys that only they have. The first match names the file.
 FOREIGN_FILES = {
     ("double_blocks.", "single_blocks.", "single_transformer_blocks."): "a Flux-like transformer",
     ("joint_blocks.", ".ff_context."): "a Stable Diffusion 3 transformer",
@@ -53,8 +53,8 @@ OLD_LORA_PARTS = ("add_q_proj", "img_mlp.net", "img_mlp_net", "txt_mlp")
 class Identity:
     """What a checkpoint is. `kind` is dit, encoder, vae, lora, other or unknown; `title` names it for people.
 
-    `quantization` sums up how the weights are stored, `packings` tells it for each quantized tensor by its key.
-    `damage` says why a checkpoint of a known kind cannot be one; it then has neither config nor sources.
+    `quantization` sums up how the weights are stored; `packings` says it for each quantized tensor by its key.
+    `damage` says why a checkpoint of a known kind is unusable; it then has neither config nor sources.
     """
 
     kind: str
@@ -69,7 +69,7 @@ class Identity:
 
 
 def open_named(path: Path | str) -> Checkpoint:
-    """`open_checkpoint`, but where the data is cut short the refusal names the model, which the header tells."""
+    """Call `open_checkpoint`, but where the data is cut short, name the model (known by its header) in the error."""
     try:
         return open_checkpoint(path)
     except CutShort as error:
@@ -80,7 +80,7 @@ def open_named(path: Path | str) -> Checkpoint:
 
 
 def identify(checkpoint: Checkpoint) -> Identity:
-    """Name the model in a checkpoint. Never raises for a strange file: strangers are of kind `other`, by name."""
+    """Identify the model in a checkpoint. Never raises: a model of another kind gets the kind `other` and its name."""
     storage = storage_of(checkpoint)
     tensors = storage.tensors
     found = (recognise(checkpoint, storage) for recognise in (_adapter, _control, _strange, _dit, _encoder, _vae))
@@ -96,7 +96,7 @@ def identify(checkpoint: Checkpoint) -> Identity:
 
 
 def expect(checkpoint: Checkpoint, slot: str) -> Identity:
-    """The identity of a checkpoint that must be of kind `slot`; else one line that says what it is instead."""
+    """Identify a checkpoint that must be of kind `slot`. Raises `UserError` that says what it is instead."""
     identity = identify(checkpoint)
     if identity.kind != slot:
         raise UserError(f"{checkpoint.path}: this is {identity.title}; expected {SLOTS[slot]}")
@@ -115,7 +115,7 @@ def _has(tensors: Tensors, *parts: str) -> bool:
 
 
 def _adapter(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
-    """Files that change a model and are none themselves."""
+    """Identity of a file that modifies a model and is no model itself."""
     if is_pdd(checkpoint):
         whole = _has(storage.tensors, *DIT_MARKS) and not _has(storage.tensors, *LORA_PARTS)
         return Identity("other", PDD.format("transformer" if whole else "adapter"))
@@ -127,9 +127,10 @@ def _adapter(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
 
 
 def turbo_told(checkpoint: Checkpoint) -> str:
-    """What says that a LoRA is Turbo's: its header, else its file's name, which is a hint; empty if nothing does.
+    """Evidence that a LoRA turns a base model into Turbo: from its header, else from its file's name; '' without any.
 
-    A header's names of the model it was trained on say nothing: a LoRA trained on Turbo is not one that makes Turbo.
+    The header's names of the model it was trained on are ignored: a LoRA trained on Turbo does not make a base model
+    Turbo.
     """
     for key, value in checkpoint.metadata.items():
         named = any(word in key.lower() for word in ("name", "title", "type", "schedule"))
@@ -139,7 +140,7 @@ def turbo_told(checkpoint: Checkpoint) -> str:
 
 
 def is_pdd(checkpoint: Checkpoint) -> bool:
-    """Whether a file says so in its header or by its names, or has several output layers as one tensor."""
+    """Whether a file is a PDD model: by its header, its key names, or several output layers in one tensor."""
     tensors = checkpoint.tensors
     stacked = (len(info.shape) == 3 and info.shape[2] > 1 for key, info in tensors.items() if "proj_out" in key)
     return any(key.startswith("pdd_") for key in checkpoint.metadata) or _has(tensors, "pdd_") or any(stacked)
@@ -162,7 +163,7 @@ def _dit(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
         return None
     fused = _has(tensors, ".img_mlp.gate_up.")
     layout = ("Comfy" if fused else "diffusers") + (f", keys under {prefix[:-1]!r}" if prefix else "")
-    # A folder's sample_sigmas tell, and its name is anybody's choice; only a file has nothing but its name.
+    # In a folder, sample_sigmas decides, and the name is anybody's choice; a single file has only its name.
     turbo = checkpoint.files == (checkpoint.path,) and "turbo" in checkpoint.path.name.lower()
     return _known("dit", TITLES["dit"], layout, storage, dit_sources, DiTConfig.from_shapes, turbo_hint=turbo)
 
@@ -207,7 +208,7 @@ def _known(
     config_of: Callable[[Mapping[str, tuple[int, ...]]], Any],
     turbo_hint: bool = False,
 ) -> Identity:
-    """An identity with its sources, and its sizes where the shapes tell them."""
+    """Identity of a known kind, with its sources, and with its config where the shapes determine it."""
     sources = sources_of(storage.tensors)
     try:
         config = config_of({name: source.shape for name, source in sources.items()})

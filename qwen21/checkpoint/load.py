@@ -1,4 +1,4 @@
-"""From files to networks: every parameter goes from its file to its final dtype and device, one at a time."""
+"""Load networks: every parameter goes from its file straight to its final dtype and device, one at a time."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from .quant_formats import DTYPES, FLOATS
 from .safetensors_file import Checkpoint, errors_naming, is_file, is_folder, parse_json, probe, read_json
 from .weights import Weights, check_storage
 
-HEADER_CONFIG = "qwen21_config"  # a component's config.json within the header of a single file
+HEADER_CONFIG = "qwen21_config"  # key of a component's config.json in the header of a single file
 
 
 @dataclass(frozen=True)
 class ModelFiles:
-    """Everything a run needs, found and checked but not loaded."""
+    """The files of everything that a run needs, found and checked but not loaded."""
 
     dit: Component
     encoder: Component
@@ -61,7 +61,7 @@ class ModelFiles:
 
     @property
     def trained_sizes(self) -> tuple[int, int] | None:
-        """See `trained_sizes`, of the transformer."""
+        """Smallest and largest picture side that the transformer was trained on; see `model_index.trained_sizes`."""
         return trained_sizes(self.dit)
 
     @property
@@ -74,7 +74,7 @@ class ModelFiles:
         return tuple(file for part in self.parts for file in part.checkpoint.files)
 
     def check(self, encodes: bool) -> None:
-        """Refuse damaged or incomplete parts before the first weight is read; `encodes`: pictures go into the VAE."""
+        """Refuse damaged or incomplete parts before any weight is read. `encodes`: the VAE will encode pictures."""
         for part in self.parts:
             check(part)
         if encodes and not has_encoder(self.vae):
@@ -85,7 +85,7 @@ class ModelFiles:
 
 
 def find_model(places: Places) -> ModelFiles:
-    """The parts of a model wherever they lie. The transformer's own folder or name tells whether it is Turbo."""
+    """Find the parts of a model at `places`. The transformer's folder or file name says whether it is Turbo."""
     if places.folder is not None:
         _require_pipeline(places.folder)
     parts = find_dit(places.of("dit")), find_encoder(places.of("encoder")), find_vae(places.of("vae"))
@@ -94,12 +94,12 @@ def find_model(places: Places) -> ModelFiles:
 
 
 def find_folder(folder: Path | str, tokenizer: Path | str | None = None) -> ModelFiles:
-    """The parts of a whole-model diffusers folder."""
+    """Find the parts of a whole-model diffusers folder."""
     return find_model(Places(Path(folder), tokenizer=_path(tokenizer)))
 
 
 def find_files(dit: Path | str, encoder: Path | str, vae: Path | str, tokenizer: Path | str | None) -> ModelFiles:
-    """The parts given one by one: single files or component folders."""
+    """Find parts that are given one by one: single files or component folders."""
     return find_model(Places(None, Path(dit), Path(encoder), Path(vae), _path(tokenizer)))
 
 
@@ -108,7 +108,7 @@ def _path(path: Path | str | None) -> Path | None:
 
 
 def _require_pipeline(folder: Path) -> None:
-    """Refuse what is no whole model of this kind."""
+    """Refuse a folder that is not a whole model of this kind."""
     if not is_folder(folder):
         raise UserError(f"{folder}: no such folder; expected a diffusers folder with model_index.json")
     pipeline = read_json(folder / "model_index.json").get("_class_name", "")
@@ -118,7 +118,7 @@ def _require_pipeline(folder: Path) -> None:
 
 
 def class_name(value: Any) -> str:
-    """A `_class_name` as messages show it."""
+    """Format a `_class_name` for messages."""
     return printable(value) if isinstance(value, str) else short(value)
 
 
@@ -146,10 +146,10 @@ def _find(path: Path, slot: str) -> Component:
 
 
 def component_of(checkpoint: Checkpoint, identity: Identity) -> Component:
-    """An undamaged component with the sizes of its config, else those its shapes tell.
+    """Build an undamaged component with the sizes of its config, else with those that its shapes determine.
 
-    A folder's config is its `config.json`, a file's may lie in its header. `UserError` if config and shapes do not
-    agree wherever shapes tell a size.
+    A folder's config is its `config.json`; a file's may be in its header. Raises `UserError` where the config
+    contradicts the shapes.
     """
     part, file = Component(checkpoint, identity, identity.config), checkpoint.path / "config.json"
     if checkpoint.files != (checkpoint.path,) and probe(file):
@@ -184,7 +184,7 @@ def _checked_config(values: Mapping[str, Any], by_shapes: Component) -> Any:
 
 
 def own_dtype(part: Component) -> torch.dtype:
-    """The dtype of most of a file's weights that are not quantized; fp32 for fp64, bf16 where all are quantized."""
+    """Dtype of most of a file's unquantized weights; fp32 for fp64, bf16 where all weights are quantized."""
     counts: Counter[str] = Counter()
     for source in part.identity.sources.values():
         info = part.checkpoint.tensors[source.key]
@@ -196,7 +196,7 @@ def own_dtype(part: Component) -> torch.dtype:
 def module_of(
     slot: str, config: Any, operations: ModuleType = layers, dtype: torch.dtype | None = None, **kw
 ) -> nn.Module:
-    """The network of a slot on the meta device: its parameters have shapes and no bytes."""
+    """Build the network of a slot on the meta device: its parameters have shapes and no storage."""
     kw |= {"operations": operations, "dtype": dtype, "device": "meta"}
     if slot == "dit":
         return DiT(config, **kw)
@@ -215,9 +215,9 @@ def load(
     fp8: Fp8 | None = None,
     **kw,
 ) -> nn.Module:
-    """The network of a component on `device`: it computes in `dtype`, and weights that are not quantized lie in it.
+    """Load the network of a component onto `device`. It computes in `dtype`, which unquantized weights are stored in.
 
-    What the file holds quantized stays so; `fp8` quantizes block linears of the rest on the way. Further keywords go
+    Weights that are quantized in the file stay so; `fp8` quantizes further block linears on the way. Other keywords go
     to the network.
     """
     if part.identity.kind == "vae":
@@ -226,17 +226,17 @@ def load(
 
 
 def has_encoder(part: Component) -> bool:
-    """Whether a VAE can encode: replacements sometimes hold the decoder alone."""
+    """Whether a VAE file has the encoder: replacement VAEs sometimes hold the decoder alone."""
     return any(name.startswith("encoder.") for name in part.identity.sources)
 
 
 def check(part: Component) -> None:
-    """Refuse a component whose tensors do not fill its network. Reads no weight."""
+    """Refuse a component whose tensors do not fill its network. Reads no weights."""
     unused_tensors(part)
 
 
 def unused_tensors(part: Component) -> list[str]:
-    """Names of tensors that the network has no place for; `UserError` where it lacks any."""
+    """Names of tensors that the network does not use. Raises `UserError` where one that it needs is missing."""
     halves = {"encoder": has_encoder(part)} if part.identity.kind == "vae" else {}
     module = module_of(part.identity.kind, part.config, **halves)
     unused = check_sources(module, part.checkpoint.path, part.identity.sources)
@@ -252,11 +252,11 @@ def fill(
     fp8: Fp8 | None = None,
     layers: QuantLayers = QuantLayers(),
 ) -> nn.Module:
-    """Give every parameter of `module` its weights, and the module their stamp as `made_of`; returns it in eval mode.
+    """Fill every parameter of `module`, set its `made_of` to the component's stamp, and return it in eval mode.
 
-    Layers of quantized weights are replaced, by name, with those of `layers`. Which parameters there are is asked of a
-    plain module of the same sizes: layers of a host may not have theirs yet. Raises `UserError` where one is missing or
-    has another shape. Tensors the module has no place for are left unread.
+    Layers with quantized weights are replaced, by name, with those of `layers`. The list of parameters comes from a
+    plain module of the same sizes, because a host's layers may not have created theirs yet. Raises `UserError` where a
+    parameter is missing or has another shape. Tensors that the module does not use are not read.
     """
     module.made_of = part.stamp()
     halves = {"encoder": hasattr(module, "encoder")} if isinstance(module, VAE) else {}
@@ -284,13 +284,13 @@ def _put(module: nn.Module, name: str, value: nn.Module | nn.Parameter) -> None:
 
 
 def block_layers(part: Component) -> list[str]:
-    """Names of the linear layers that fp8 storage is about."""
+    """Names of the linear layers that fp8 storage applies to."""
     plain = module_of(part.identity.kind, part.config)
     return [name for name, layer in plain.named_modules() if isinstance(layer, nn.Linear) and is_block_layer(name)]
 
 
 def check_keep(fp8: Fp8, parts: Sequence[Component]) -> None:
-    """Refuse `keep` patterns that match no layer of these components, or every one."""
+    """Refuse `keep` patterns that match no layer of these components, or that match all of them."""
     layers = [name for part in parts for name in block_layers(part)] if fp8.keep else []
     for pattern in unmatched(fp8.keep, layers):
         raise UserError(
@@ -305,7 +305,7 @@ def check_keep(fp8: Fp8, parts: Sequence[Component]) -> None:
 
 
 def check_sources(module: nn.Module, path: Path, sources: Mapping[str, Source]) -> list[str]:
-    """Refuse a file whose tensors do not fill the module; returns the names of those it has no place for."""
+    """Refuse a file whose tensors do not fill the module; return the names of tensors that the module does not use."""
     parameters = dict(module.named_parameters())
     missing = [name for name in parameters if name not in sources]
     if missing:

@@ -1,4 +1,4 @@
-"""What a whole-model folder says of its parts: the schedule, whether it is Turbo, and the sizes it was trained on."""
+"""What a whole-model folder says about its parts: the schedule, whether it is Turbo, and the trained picture sizes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .safetensors_file import errors_naming, is_folder, probe, read_json
 
 
 def folder_schedule(folder: Path) -> tuple[ScheduleConfig, bool]:
-    """Schedule of a whole-model folder, and whether it is Turbo's: `sample_sigmas` mark it."""
+    """Schedule of a whole-model folder, and whether it is Turbo, which `sample_sigmas` in the schedule mark."""
     index, scheduler = folder / "model_index.json", folder / "scheduler" / "scheduler_config.json"
     sigmas = read_json(index).get("sample_sigmas")
     if sigmas is not None:
@@ -23,7 +23,7 @@ def folder_schedule(folder: Path) -> tuple[ScheduleConfig, bool]:
 
 
 def schedule_of(dit: Component) -> tuple[ScheduleConfig, bool]:
-    """The schedule of a transformer, and whether it is Turbo: from the whole model around it, else from its name."""
+    """Schedule of a transformer, and whether it is Turbo: from the whole model around it, else from its file's name."""
     folder = dit.checkpoint.path.parent
     if is_folder(dit.checkpoint.path) and probe(folder / "model_index.json"):
         return folder_schedule(folder)
@@ -31,8 +31,10 @@ def schedule_of(dit: Component) -> tuple[ScheduleConfig, bool]:
 
 
 def trained_sizes(part: Component) -> tuple[int, int] | None:
-    """Smallest and largest side in pixels of the pictures that a transformer was trained on, where the whole-model
-    folder around it says so (`trained_sizes` in its model_index.json)."""
+    """Smallest and largest side in pixels of the pictures that a transformer was trained on.
+
+    They come from `trained_sizes` in the model_index.json of the whole-model folder; None where it is absent.
+    """
     index = part.checkpoint.path.parent / "model_index.json"
     if not probe(index):
         return None

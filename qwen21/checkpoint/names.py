@@ -1,4 +1,4 @@
-"""From the names in files to the names of our modules: prefixes, the Comfy layouts, fused tensors."""
+"""Map the names in files to the names of our modules: prefixes, the Comfy layouts, fused tensors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from .safetensors_file import TensorInfo
 
-# What whole files' keys stand under: as ComfyUI saves models, as trainers and other packs do.
+# Prefixes of keys in whole files: as ComfyUI saves models, then as trainers and other packs do.
 WRAPPERS = ("model.model.", "model.", "net.")
 DIT_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", *WRAPPERS)
 ENCODER_PREFIXES = ("text_encoder.", *WRAPPERS)
@@ -21,7 +21,7 @@ VAE_MARKS = ("decoder.conv_in.weight", "decoder.conv1.weight")
 
 @dataclass(frozen=True)
 class Source:
-    """Where one parameter comes from: a tensor of the file, all of it or some of its rows, in its final shape."""
+    """Where one parameter comes from: a tensor of the file, or some of its rows, and the parameter's final shape."""
 
     key: str
     shape: tuple[int, ...]
@@ -29,7 +29,7 @@ class Source:
 
 
 def dit_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
-    """Parameters of `DiT`. Fused `gate_up` tensors are split into gate_layer (first half of the rows) and proj."""
+    """Sources of `DiT`'s parameters. Fused `gate_up` is split into gate_layer (first half of the rows) and proj."""
     sources: dict[str, Source] = {}
     prefix = dit_prefix(tensors)
     for key, info in tensors.items():
@@ -45,21 +45,21 @@ def dit_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
 
 
 def dit_prefix(tensors: Mapping[str, TensorInfo]) -> str:
-    """The prefix all transformer keys of a file carry, or none."""
+    """The prefix of all transformer keys in a file; '' without one."""
     return _prefix(tensors, DIT_PREFIXES, DIT_MARKS)
 
 
 def _prefix(tensors: Mapping[str, TensorInfo], prefixes: tuple[str, ...], marks: tuple[str, ...]) -> str:
-    """The one of `prefixes` under which a file has any of `marks`, keys that only this network has; '' without any."""
+    """The one of `prefixes` that stands before any of `marks`, keys that only this network has; '' without a match."""
     return next((prefix for prefix in ("", *prefixes) if any(prefix + mark in tensors for mark in marks)), "")
 
 
 def encoder_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
-    """Parameters of `TextEncoder`: Hugging Face or Comfy names. The final norm and `lm_head` are never read."""
+    """Sources of `TextEncoder`'s parameters, by Hugging Face or Comfy names. Skips the final norm and `lm_head`."""
     sources = {}
     prefix = _prefix(tensors, ENCODER_PREFIXES, ENCODER_MARKS)
     for key, info in tensors.items():
-        # The language model stands under `model.`; in ComfyUI's files the vision tower does not.
+        # The language model's keys begin with `model.`; in ComfyUI's files those of the vision tower do not.
         name = key.removeprefix(prefix).removeprefix("model.")
         if name.startswith(("layers.", "embed_tokens.", "norm.")):
             name = f"language_model.{name}"
@@ -68,7 +68,7 @@ def encoder_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
     return sources
 
 
-# Names of the Comfy single-file VAE (Wan 2.2's) and of diffusers', as regular expressions over whole keys.
+# Names in the Comfy single-file VAE (those of Wan 2.2) and in diffusers', as regular expressions over whole keys.
 _RESIDUAL = {"0": "norm1", "2": "conv1", "3": "norm2", "6": "conv2"}
 _VAE_RULES: tuple[tuple[str, str], ...] = (
     (r"conv1\.(\w+)", r"quant_conv.\1"),
@@ -99,7 +99,7 @@ def is_comfy_vae(tensors: Mapping[str, TensorInfo]) -> bool:
 
 
 def vae_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
-    """Parameters of `VAE`, `time_conv` among them (it tells the slots; the module has none).
+    """Sources of the parameters of `VAE`. `time_conv` is included to identify the slots, though the module has none.
 
     Kernels of rank 5 with one time slot lose that axis; nothing else is squeezed.
     """

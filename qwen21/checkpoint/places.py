@@ -1,4 +1,4 @@
-"""Where the parts of a model lie, and the tokenizer that belongs to them."""
+"""The paths of a model's parts, and of the tokenizer that belongs to them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from .safetensors_file import probe
 
 @dataclass(frozen=True)
 class Places:
-    """A whole-model `folder`, or single files and component folders, each in place of the folder's part or without a
-    folder; and a folder of the `tokenizer`, where it lies elsewhere."""
+    """Paths of a model: a whole-model `folder`, or single files and component folders, or both.
+
+    A single path replaces the folder's part. `tokenizer` is a folder of its own, where the tokenizer lies elsewhere.
+    """
 
     folder: Path | None = None
     dit: Path | None = None
@@ -24,14 +26,14 @@ class Places:
     tokenizer: Path | None = None
 
     def of(self, slot: str) -> Path:
-        """The path of a part."""
+        """Path of the part `slot`."""
         given = getattr(self, slot)
         if given is None and self.folder is None:
             raise UserError(f"no model: {SLOTS[slot]} is missing; give a whole folder, or every part")
         return self.folder / COMPONENT_FOLDERS[slot] if given is None else given
 
     def find_tokenizer(self) -> Path:
-        """The tokenizer's folder: the given one, else that of the encoder, else that of the whole model."""
+        """Folder of the tokenizer: the given one, else that of the encoder, else that of the whole model."""
         if self.tokenizer is not None:
             probe(self.tokenizer)
             return find_tokenizer(self.tokenizer)

@@ -1,4 +1,4 @@
-"""How a file stores each weight: the quantized formats that are read, their markers, and those that are only named."""
+"""How a file stores each weight: quantized formats that are read, their markers, and formats that are only named."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from .safetensors_file import Checkpoint, TensorInfo
 
 Tensors = Mapping[str, TensorInfo]
 
-KINDS = {"I8": "int8", "F8_E4M3": "fp8", "F8_E5M2": "fp8"}  # dtype of a packed weight -> what it is
-MARKED_DTYPES = {"int8_tensorwise": "I8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}  # a marker's format
+KINDS = {"I8": "int8", "F8_E4M3": "fp8", "F8_E5M2": "fp8"}  # dtype of a quantized weight -> kind
+MARKED_DTYPES = {"int8_tensorwise": "I8", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2"}  # by a marker's format
 SCALES = (".weight_scale", ".scale_weight")
 MARKER = ".comfy_quant"
-# Beside a weight, but needless here: scales of activations quantized ahead of time, markers of attention kernels.
+# Tensors beside a weight that are not needed: static activation scales, markers of attention kernels.
 IGNORED = (".input_scale", ".scale_input", ".comfy_kitchen_int8")
 HEADER_MARKERS = "_quantization_metadata"
 MARKER_BYTES = 4096
 FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # what networks are loaded in
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # dtypes that networks are loaded in
 
-# Formats that are not read, by tensors that only they have. An ending with a dot in front is a whole last part.
+# Formats that are not read, by tensors that only they have. An ending with a leading dot is a key's whole last part.
 FOREIGN_ENDINGS = {
     ".weight_scale_2": "nvfp4",
     ".weight_s_rel": "w4a8",
@@ -53,7 +53,7 @@ FOREIGN_PARTS = {"bitsandbytes__": "bitsandbytes"}
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """Of a dtype that networks are loaded in, as flags name it."""
+    """Name of a dtype that networks are loaded in, as flags spell it."""
     return next(name for name, each in DTYPES.items() if each == dtype)
 
 
@@ -61,7 +61,7 @@ def name_of(dtype: torch.dtype) -> str:
 class WeightStorage:
     """How one quantized weight is stored: `kind` int8 or fp8, the key of its scale, and its rotation's group size.
 
-    The scale holds one value, or one for each row; without a key it is 1. A group of 0 means no rotation.
+    The scale holds one value, or one for each row; without a key it is 1. `group` 0 means no rotation.
     """
 
     kind: str
@@ -82,9 +82,9 @@ class WeightStorage:
 
 @dataclass(frozen=True)
 class Storage:
-    """A file's tensors without the markers and scales of its quantized weights, and how those are packed.
+    """A file's tensors without the markers and scales of quantized weights, and how those weights are stored.
 
-    `foreign` names a format that is not read, `damage` says why markers and tensors cannot belong together.
+    `foreign` names a format that is not read; `damage` says how markers and tensors contradict each other.
     """
 
     tensors: Tensors
@@ -94,7 +94,7 @@ class Storage:
 
     @property
     def title(self) -> str:
-        """bf16, fp16, fp32, or the names of the quantized formats, the most frequent first."""
+        """Name of the storage: bf16, fp16, fp32, or the quantized formats, the most frequent first."""
         if self.packings:
             return " + ".join(title for title, _ in Counter(p.title for p in self.packings.values()).most_common())
         counts: Counter[str] = Counter()
@@ -106,7 +106,7 @@ class Storage:
 
 
 def storage_of(checkpoint: Checkpoint) -> Storage:
-    """How a checkpoint stores its weights. Reads headers, and the few bytes of each marker. Never raises."""
+    """Find how a checkpoint stores its weights. Reads headers and the few bytes of each marker. Never raises."""
     tensors = checkpoint.tensors
     try:
         markers = _markers(checkpoint)
@@ -122,14 +122,14 @@ def storage_of(checkpoint: Checkpoint) -> Storage:
 
 
 def _is_companion(tensors: Tensors, key: str) -> bool:
-    """Whether a tensor says something about another one, or about the whole file, and is no parameter."""
+    """Whether a tensor describes another tensor or the whole file, and is no parameter."""
     if key.rpartition(".")[2] == "scaled_fp8" or key.endswith((MARKER, *IGNORED)):
         return True
     return any(key.endswith(end) and key.removesuffix(end) + ".weight" in tensors for end in SCALES)
 
 
 def _packing(tensors: Tensors, key: str, markers: Mapping[str, Mapping[str, Any]]) -> WeightStorage | None:
-    """The packing of a tensor of one of the packed dtypes; None for markers and scales."""
+    """Storage of a tensor with one of the quantized dtypes; None for markers and scales."""
     if _is_companion(tensors, key):
         return None
     info, layer = tensors[key], key.removesuffix(".weight")
@@ -151,7 +151,7 @@ def _packing(tensors: Tensors, key: str, markers: Mapping[str, Mapping[str, Any]
 
 
 def _group(marker: Mapping[str, Any], layer: str, info: TensorInfo) -> int:
-    """Group size of the rotation that a marker tells, 0 for none."""
+    """Group size of the rotation in a marker; 0 for no rotation."""
     inner = marker.get("params")
     settings = {**(inner if isinstance(inner, dict) else {}), **marker}
     rotated, group = settings.get("convrot", False), settings.get("convrot_groupsize", 256)
@@ -168,7 +168,7 @@ def _group(marker: Mapping[str, Any], layer: str, info: TensorInfo) -> int:
 
 
 def _check_companions(tensors: Tensors, markers: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse markers and scales that contradict their weights: a wrong picture would come of them in silence."""
+    """Refuse markers and scales that contradict their weights, because they would silently give a wrong picture."""
     for layer, marker in markers.items():
         info = tensors.get(f"{layer}.weight")
         if info and MARKED_DTYPES[marker["format"]] != info.dtype:
@@ -183,7 +183,7 @@ def _check_companions(tensors: Tensors, markers: Mapping[str, Mapping[str, Any]]
 
 
 def _foreign(tensors: Tensors, markers: Mapping[str, Mapping[str, Any]]) -> str:
-    """Name of a quantized format that is not read, or empty. Markers name it best."""
+    """Name of a quantized format that is not read, else ''. Markers come first, because they name it best."""
     for marker in markers.values():
         if marker.get("format") not in MARKED_DTYPES:
             return printable(marker["format"]) if isinstance(marker.get("format"), str) else "an unnamed format"
@@ -194,7 +194,7 @@ def _foreign(tensors: Tensors, markers: Mapping[str, Mapping[str, Any]]) -> str:
         for part, name in FOREIGN_PARTS.items():
             if part in key:
                 return name
-    # What scales a weight names its format, whichever of the two a file lists first.
+    # Keys that scale a weight identify its format, whichever of the two a file lists first.
     packed = [key for key, info in tensors.items() if key.endswith(".weight") and len(info.shape) >= 2]
     named = [name for key in packed if (name := _by_scale(tensors, key))]
     unknown = [tensors[key].dtype for key in packed if tensors[key].dtype not in (*FLOATS, *KINDS)]
@@ -202,10 +202,10 @@ def _foreign(tensors: Tensors, markers: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _by_scale(tensors: Tensors, key: str) -> str:
-    """The format of a weight whose scales are of a dtype that tells it, else empty."""
+    """Name of a weight's format where the dtype of its scales identifies it, else ''."""
     layer = key.removesuffix(".weight")
     scales = {tensors[layer + end].dtype for end in SCALES if layer + end in tensors}
-    four_bits = tensors[key].dtype in ("U8", "I8")  # two values a byte
+    four_bits = tensors[key].dtype in ("U8", "I8")  # two values per byte
     if scales & {"F8_E8M0", "U8"}:
         return "mxfp4" if four_bits else "mxfp8"
     return "nvfp4" if four_bits and "F8_E4M3" in scales else ""
@@ -226,7 +226,7 @@ def _markers(checkpoint: Checkpoint) -> dict[str, Mapping[str, Any]]:
         layers = _json(HEADER_MARKERS, header).get("layers")
         if not isinstance(layers, dict) or not all(isinstance(marker, dict) for marker in layers.values()):
             raise UserError(f"the header's {HEADER_MARKERS} holds no table of layers; download the file again")
-        for layer, marker in layers.items():  # with the keys' prefix or without
+        for layer, marker in layers.items():  # the name may have the prefix of the keys or not
             full = next((p + layer for p in ("", *DIT_PREFIXES) if f"{p}{layer}.weight" in tensors), None)
             if full is not None:
                 markers.setdefault(full, marker)

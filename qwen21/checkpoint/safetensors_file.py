@@ -1,4 +1,4 @@
-"""safetensors files and sharded folders, read lazily and never trusted further than their header was checked."""
+"""Read safetensors files and sharded folders lazily, and use nothing that a check of the header has not covered."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ DTYPE_BYTES = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
     "I32": 4, "U32": 4, "F32": 4, "I64": 8, "U64": 8, "F64": 8,
 }  # fmt: skip
-BRACE = b"{"  # every safetensors header begins with one, behind the eight bytes of its length
-# What files begin with that are none of ours. The length of a header may begin with the same bytes: 640 is a pickle's.
+BRACE = b"{"  # first byte of every safetensors header, after the eight bytes of its length
+# First bytes of other kinds of files. A header's length may have the same bytes: 640 looks like a pickle.
 FOREIGN_FILES = {
     b"GGUF": "a GGUF file; expected safetensors, so take the .safetensors release of this model",
     b"PK\x03\x04": "a PyTorch pickle archive, which can run code; expected safetensors",
@@ -37,7 +37,7 @@ FOREIGN_FILES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies and what it is: safetensors dtype name, shape, bytes."""
+    """One tensor of a file: the file, and the tensor's safetensors dtype name, shape and bytes."""
 
     file: Path
     dtype: str
@@ -49,7 +49,7 @@ class TensorInfo:
 
 
 class CutShort(UserError):
-    """A file whose header is whole and whose data is not: `checkpoint` is what the header tells, `what` is wrong."""
+    """A file with a complete header and incomplete data. `checkpoint` is what the header says, `what` the damage."""
 
     def __init__(self, checkpoint: Checkpoint, what: str) -> None:
         super().__init__(f"{checkpoint.path}: {what}")
@@ -58,9 +58,9 @@ class CutShort(UserError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Headers of one file, or of all shards of one folder. No tensor is read until `reader()` is asked for it.
+    """Headers of one file, or of all shards of one folder. Tensors are read only by way of `reader()`.
 
-    `fingerprint` names the contents for people and manifests, wherever they lie, and knows large ones by samples.
+    `fingerprint` names the contents for people and manifests, wherever the files lie. It samples large files.
     """
 
     path: Path
@@ -74,10 +74,10 @@ class Checkpoint:
         return sum(info.nbytes for info in self.tensors.values())
 
     def stamp(self) -> str:
-        """A name of the files as they are now, which no other contents ever have.
+        """Return a name that only these contents of the files ever have.
 
-        It follows from where each file lies, its number, size and times, and its fingerprint: any writing moves a
-        time, and any other file has another place. The same contents elsewhere have another name.
+        It is made of each file's place, inode, size and times, and its fingerprint: every write changes a time, and
+        every other file has another place. Equal contents in another place have another name.
         """
         digest = hashlib.sha256()
         for file in self.files:
@@ -89,13 +89,13 @@ class Checkpoint:
 
     @contextmanager
     def reader(self) -> Iterator[Reader]:
-        """Open files for reading; closed again at the end of the `with`."""
+        """Open the files for reading, until the end of the `with`."""
         with ExitStack() as stack:
             yield Reader(self, stack)
 
 
 class Reader:
-    """Reads single tensors, or rows of them, as CPU tensors that map the file."""
+    """Reads tensors, or rows of them, as CPU tensors that map the file."""
 
     def __init__(self, checkpoint: Checkpoint, stack: ExitStack) -> None:
         self._checkpoint = checkpoint
@@ -103,7 +103,7 @@ class Reader:
         self._open: dict[Path, Any] = {}
 
     def read(self, name: str, rows: tuple[int, int] | None = None):
-        """The tensor `name`, or its rows from `rows[0]` up to `rows[1]`, in the file's dtype."""
+        """Read the tensor `name`, or its rows from `rows[0]` up to `rows[1]`, in the file's dtype."""
         import safetensors
 
         path = self._checkpoint.tensors[name].file
@@ -118,7 +118,7 @@ class Reader:
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Headers of a `.safetensors` file, or of a folder with one such file or with shards and their index."""
+    """Read the headers of a `.safetensors` file, or of a folder with one such file or with shards and their index."""
     path = Path(path)
     found = probe(path)
     if found is None:
@@ -141,18 +141,18 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 
 
 def _infos(file: Path, header: dict[str, Any]) -> dict[str, TensorInfo]:
-    """The tensors of a checked header."""
+    """Tensors by name, from a checked header."""
     entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
     return {name: TensorInfo(file, entry["dtype"], tuple(entry["shape"])) for name, entry in entries.items()}
 
 
 def probe(path: Path) -> os.stat_result | None:
-    """What is at `path`, links followed; None if nothing is. `UserError` where that cannot even be asked."""
+    """Status of the file at `path`, links followed; None if there is none. Raises `UserError` where asking fails."""
     try:
         return path.stat()
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except (OSError, ValueError) as error:  # no permission, a name too long, a loop of links, a null byte
+    except (OSError, ValueError) as error:  # no permission, name too long, a loop of links, or a null byte
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{_shown(path)}: cannot be reached ({reason}); check the path and its permissions") from error
 
@@ -168,7 +168,7 @@ def is_folder(path: Path) -> bool:
 
 
 def _require_regular(path: Path) -> int:
-    """Size of the regular file at `path`; `UserError` for pipes and devices, which may never answer, and folders."""
+    """Size of the regular file at `path`. Raises `UserError` for folders, and for pipes and devices, which may hang."""
     found = probe(path)
     if found is None:
         raise UserError(f"{path}: no such file; is the model folder complete?")
@@ -179,14 +179,14 @@ def _require_regular(path: Path) -> int:
 
 
 def _shown(path: Path) -> str:
-    """A path that may be endless, on one line."""
+    """Shorten a path of any length to one line."""
     text = str(path)
     return text if len(text) <= 300 and text.isprintable() else short(text)
 
 
 @contextmanager
 def errors_naming(path: Path) -> Iterator[None]:
-    """Errors about a file's content, with the file's name in front."""
+    """Raise errors about a file's content with the file's name in front."""
     try:
         yield
     except UserError as error:
@@ -194,9 +194,9 @@ def errors_naming(path: Path) -> Iterator[None]:
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], bytes]:
-    """The checked header of a safetensors file and its raw bytes.
+    """Read and check the header of a safetensors file; return it and its raw bytes.
 
-    Raises `UserError` for anything that is not a whole safetensors file, before a byte of data is touched.
+    Raises `UserError` for anything but a complete safetensors file. The data is not read.
     """
     size = _require_regular(path)
     try:
@@ -216,9 +216,9 @@ def read_header(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _no_header(start: bytes, size: int, raw: bytes, error: Exception) -> str:
-    """Why a file of `size` bytes that begins with `start` has no header, whose bytes would be `raw`.
+    """Say why a file of `size` bytes that begins with `start` has no valid header, where `raw` are the header's bytes.
 
-    What a file of another kind begins with says so only where no header does: its length may look the same.
+    The first bytes of other file kinds count only where no header follows: a header's length may equal them.
     """
     strangers = (what for magic, what in FOREIGN_FILES.items() if start.startswith(magic))
     if start[8:9] != BRACE and (what := next(strangers, None)):
@@ -252,7 +252,7 @@ def _check_header(path: Path, header: Any, data_bytes: int) -> None:
         what = f"cut short: the header promises {end} bytes of tensors, the file holds {data_bytes}; download it again"
         raise CutShort(told, what)
     at = 0
-    for start, stop in spans:  # safetensors refuses holes, overlaps and trailing bytes too, but only when it loads
+    for start, stop in spans:  # safetensors also refuses holes, overlaps and trailing bytes, but only when it loads
         if start != at:
             raise UserError(
                 f"{path}: the header's tensors do not join: one ends at byte {at}, the next starts at {start}; "
@@ -266,7 +266,7 @@ def _check_header(path: Path, header: Any, data_bytes: int) -> None:
 
 
 def _check_entry(path: Path, name: str, entry: Any) -> tuple[int, int]:
-    """Check one tensor's entry; returns the offsets of its start and end."""
+    """Check one tensor's entry; return the offsets of its start and end."""
     try:
         dtype, shape, (start, stop) = entry["dtype"], entry["shape"], entry["data_offsets"]
         numbers = [*shape, start, stop]
@@ -287,7 +287,7 @@ def _check_entry(path: Path, name: str, entry: Any) -> tuple[int, int]:
 
 
 def _folder_files(folder: Path) -> tuple[Path, ...]:
-    """The safetensors files of a model component's folder: the index's shards, or its single file."""
+    """Safetensors files of a component's folder: the shards in its index, or its single file."""
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
@@ -324,7 +324,7 @@ def _shards(folder: Path, index: Path) -> tuple[Path, ...]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; `UserError` where it is missing or something else."""
+    """Read a JSON object from a file. Raises `UserError` where the file is missing or holds something else."""
     size = _require_regular(path)
     if size > MAX_HEADER:
         raise UserError(f"{path}: {size} bytes, expected a small JSON file; download it again")
@@ -336,7 +336,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str, name: str) -> dict[str, Any]:
-    """A JSON object from a text; `UserError`, which names the text, where it is something else."""
+    """Parse a JSON object. Raises `UserError`, which calls the text `name`, where it is something else."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Single weights from their file to where they stay: plain ones, quantized ones, and fp8 made on the way."""
+"""Bring single weights from their file to their device: unquantized, quantized, or quantized to fp8 on the way."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from .safetensors_file import Reader
 if TYPE_CHECKING:
     from .component import Component
 
-CHUNK_BYTES = 2**24  # of fp32, while rows are quantized
+CHUNK_BYTES = 2**24  # of fp32 rows that are quantized at once
 
 
 class Weights:
-    """Reads the weights of one component, each straight to its dtype and device. One at a time is in memory."""
+    """Reads the weights of one component, each straight to its dtype and device, with one at a time in memory."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Weights:
         self._space: Tensor | None = None
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A parameter in the asked dtype. Of a quantized one, its values."""
+        """Read a parameter in `self.dtype`; a quantized one is dequantized."""
         packing = self.packings.get(self.sources[name].key)
         value = self._read(self.sources[name]).reshape(shape)
         if packing is not None:
@@ -50,7 +50,7 @@ class Weights:
         return value.to(device=self.device, dtype=self.dtype, copy=True)
 
     def layer(self, name: str, plain: nn.Module) -> nn.Module | None:
-        """A quantized layer in place of the plain one `name`, if the file or `fp8` asks for it."""
+        """Build the quantized layer that replaces the layer `name`; None if neither the file nor `fp8` quantizes it."""
         packed = self._packed(f"{name}.weight", plain)
         if packed is None:
             return None
@@ -73,9 +73,9 @@ class Weights:
         return None
 
     def quantized(self, *sources: Source, common: Tensor | None = None) -> QuantizedWeight:
-        """The rows of some weights as one in fp8, with a scale per row, or under the `common` one.
+        """Quantize the concatenated rows of `sources` to fp8, with a scale per row, or with the scale `common`.
 
-        No second copy of a weight is in memory: rows pass through a little space, a few at a time.
+        Rows pass through a small buffer, a few at a time, so there is no second copy of a weight in memory.
         """
         values = [self._read(source) for source in sources]
         count = sum(len(value) for value in values)
@@ -89,7 +89,7 @@ class Weights:
         return QuantizedWeight(data, scale if common is None else common)
 
     def common_scale(self, *sources: Source) -> Tensor:
-        """One fp8 scale [1, 1] for weights that are joined."""
+        """One fp8 scale [1, 1] for the concatenated rows of `sources`."""
         values = [self._read(source) for source in sources]
         largest = [fp8_scales(rows).max() for _, rows in self._chunks(values)]
         scale = torch.stack(largest).max().reshape(1, 1)
@@ -97,10 +97,10 @@ class Weights:
         return scale
 
     def _chunks(self, values: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """A few rows after others in fp32, each with the number of rows before it. The next overwrites them."""
+        """Yield (number of rows before, a few rows in fp32). The buffer is reused, so the next rows overwrite these."""
         before, columns = 0, values[0].shape[1]
         step = max(1, CHUNK_BYTES // (4 * columns))
-        if self._space is None or self._space.numel() < columns:  # kept: made anew each time, it would scatter the heap
+        if self._space is None or self._space.numel() < columns:  # kept: new buffers would fragment the heap
             self._space = torch.empty(max(CHUNK_BYTES // 4, columns), device=self.device)
         for value in values:
             for part in value.split(step):
@@ -112,7 +112,7 @@ class Weights:
         return self.reader.read(source.key, source.rows)
 
     def _scale(self, source: Source, packing: WeightStorage) -> Tensor | None:
-        """fp32 [rows, 1] or [1, 1]."""
+        """Scale of a quantized weight in fp32, [rows, 1] or [1, 1]; None without one."""
         if packing.scale is None:
             return None
         scale = self.reader.read(packing.scale).to(self.device, torch.float32, copy=True).reshape(-1, 1)
@@ -122,7 +122,7 @@ class Weights:
         return scale
 
     def _rotation(self, group: int) -> Tensor:
-        """One matrix for all layers of a group size."""
+        """Hadamard matrix of a group size, shared by all layers."""
         if group not in self._rotations:
             self._rotations[group] = hadamard(group).to(self.device, torch.bfloat16)
         return self._rotations[group]
@@ -133,7 +133,7 @@ class Weights:
 
 
 def check_storage(plain: nn.Module, part: Component) -> None:
-    """Refuse weights whose dtype no network takes: norms that are quantized, whole numbers that mean nothing."""
+    """Refuse weights whose dtype no network accepts: quantized norms, and integers without a quantization marker."""
     tensors, packings = part.checkpoint.tensors, part.identity.packings
     for path, layer in plain.named_modules():
         for leaf, _ in layer.named_parameters(recurse=False):

@@ -1,4 +1,4 @@
-"""The flags of the command line, and how their values are read."""
+"""Define the flags of the command line, and read their values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add_generate(p: argparse.ArgumentParser) -> None:
-    """The flags of `generate`."""
+    """Add the flags of `generate` to the parser `p`."""
     model = p.add_argument_group("model")
     model.add_argument(
         "--model", metavar="FOLDER", type=Path, help="a whole-model diffusers folder, or qwen21-mini, the bundled one"
@@ -189,7 +189,7 @@ def add_generate(p: argparse.ArgumentParser) -> None:
 
 
 def add_plan(p: argparse.ArgumentParser) -> None:
-    """The flags of `plan`: those of `generate`, so that its command line can be asked about, and a few of its own."""
+    """Add the flags of `plan` to the parser `p`: those of `generate`, whose plan it shows, and a few more."""
     add_generate(p)
     plan = p.add_argument_group("plan")
     plan.add_argument(
@@ -210,7 +210,7 @@ def _add_keep(p: argparse._ActionsContainer) -> None:
 
 
 def add_convert(p: argparse.ArgumentParser) -> None:
-    """The flags of `convert`."""
+    """Add the flags of `convert` to the parser `p`."""
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--dit", metavar="F", type=Path, help="transformer: single file or component folder")
     source.add_argument("--encoder", metavar="F", type=Path, help="text encoder: single file or component folder")
@@ -226,7 +226,7 @@ def add_convert(p: argparse.ArgumentParser) -> None:
 
 
 def add_run(p: argparse.ArgumentParser) -> None:
-    """The flags of `run`."""
+    """Add the flags of `run` to the parser `p`."""
     p.add_argument("file", metavar="FILE", type=Path, help="workflow in API format: in ComfyUI, File > Export (API)")
     p.add_argument("--server", metavar="URL", default="http://127.0.0.1:8188", help="default %(default)s")
     several = {"nargs": "+", "action": "extend", "default": []}
@@ -253,7 +253,7 @@ def _option(name: str) -> Callable[[str], Any]:
 
 
 def _lora(text: str) -> tuple[Path, float]:
-    """A file and its strength. The colon of a Windows drive is followed by no number, so it stays in the path."""
+    """Split FILE:STRENGTH. No number follows the colon of a Windows drive, so it stays part of the path."""
     from ..lora.apply import LARGEST_STRENGTH
 
     path, _, end = text.rpartition(":")

@@ -21,7 +21,7 @@ from .outputs import write
 
 STEPS = 20
 ZOOM = 2
-CHECKS = 8  # pixels of the squares that show through what is transparent
+CHECKS = 8  # side in pixels of the chequered squares behind transparent areas
 NOTE = (
     f"Painted by the bundled miniature, which knows coloured shapes of {RESOLUTION} pixels a side and was trained on "
     "two CPU cores. The code is what runs the released model."
@@ -34,7 +34,7 @@ NIGHT = Scene((Shape("star", "cyan", "big", "center"),), ("black",))
 
 @dataclass(frozen=True)
 class DemoJob:
-    """A picture of the demo: its file's name, its prompt, and what the references show."""
+    """One picture of the demo: the name of its file, its prompt, and the scenes in its references."""
 
     name: str
     prompt: str
@@ -42,7 +42,7 @@ class DemoJob:
 
 
 def request_of(task: DemoJob | Task, seed: int) -> Request:
-    """Its prompt over its references, at the miniature's size."""
+    """Build the request of `task`: its prompt and its drawn references, at the miniature's size."""
     pictures = tuple(draw(scene, RESOLUTION, RESOLUTION) for scene in task.references)
     return Request(task.prompt, references=pictures, steps=STEPS, resolution=RESOLUTION, seed=seed)
 
@@ -66,7 +66,7 @@ JOBS = (
 
 
 def run(out: Path, progress: Callable[[], Any]) -> list[Path]:
-    """Paint the demo into the folder `out`; returns the paths, the contact sheet's last. `progress` makes a bar."""
+    """Paint the demo into the folder `out`; return the paths, the contact sheet last. `progress` makes a bar."""
     pipeline = Pipeline(find_folder(WEIGHTS), keep_loaded=True)
     results = {}
     for seed, job in enumerate(JOBS, 1):
@@ -81,7 +81,7 @@ def run(out: Path, progress: Callable[[], Any]) -> list[Path]:
 
 
 def contact_sheet(jobs: Sequence[DemoJob], pictures: Sequence[Image.Image]) -> Image.Image:
-    """Every picture behind its references, under its prompt: three prompts a row, then two edits a row."""
+    """Draw every picture after its references and under its prompt: rows of three prompts, then rows of two edits."""
     side, gap, top = ZOOM * RESOLUTION, 16, 64
     font = ImageFont.load_default(14)
     sheet = Image.new("RGB", (6 * (side + gap) + gap, 4 * (top + side + gap)), "white")
@@ -104,7 +104,7 @@ def contact_sheet(jobs: Sequence[DemoJob], pictures: Sequence[Image.Image]) -> I
 
 
 def _shown(picture: Image.Image) -> Image.Image:
-    """Larger, over checks."""
+    """Enlarge a picture and put it over a chequered background."""
     large = picture.convert("RGBA").resize((picture.width * ZOOM, picture.height * ZOOM), Image.Resampling.BICUBIC)
     checks = Image.new("RGBA", large.size, "white")
     pen = ImageDraw.Draw(checks)

@@ -1,4 +1,4 @@
-"""From parsed arguments to what the library takes: requests, inputs, FP8 storage, budgets."""
+"""Translate parsed arguments to what the library takes: requests, inputs, FP8 storage, budgets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LARGEST_GIB = 2**20
 
 
 def request_of(a: argparse.Namespace) -> Request:
-    """What the arguments ask for, but for the pictures they name."""
+    """Build the request that the arguments describe, without the pictures that they name."""
     from ..request import Request
 
     return Request(
@@ -43,7 +43,7 @@ def request_of(a: argparse.Namespace) -> Request:
 
 
 def opened_request(a: argparse.Namespace, opened: Callable[[Path], Any] | None = None) -> Request:
-    """What the arguments ask for, with their pictures as `opened` gives them: whole, unless something else is given."""
+    """Build the request that the arguments describe, with their pictures as `opened` returns them for a path."""
     from ..inputs.images import open_image
     from ..inputs.prompt import check_count
 
@@ -58,17 +58,17 @@ def opened_request(a: argparse.Namespace, opened: Callable[[Path], Any] | None =
 
 
 def inputs_of(a: argparse.Namespace) -> list[Path]:
-    """Files that the arguments name to be read, but for the model's own."""
+    """Files that the arguments name as inputs, except the model's own."""
     return [*pictures_of(a), *(path for path, _ in a.lora)]
 
 
 def pictures_of(a: argparse.Namespace) -> list[Path]:
-    """Files of pictures that the arguments name."""
+    """Picture files that the arguments name."""
     return [*a.image, *(path for path in (a.init_image, a.mask) if path)]
 
 
 def fp8_of(a: argparse.Namespace) -> Fp8 | None:
-    """FP8 storage as the flags --dtype and --keep ask for it."""
+    """FP8 storage according to the flags --dtype and --keep; None without it."""
     from ..checkpoint.fp8_policy import Fp8
 
     if a.dtype == "fp8":
@@ -79,7 +79,7 @@ def fp8_of(a: argparse.Namespace) -> Fp8 | None:
 
 
 def budget_of(a: argparse.Namespace) -> int | None:
-    """Bytes that --kv-budget allows; None where it is not given."""
+    """Bytes that --kv-budget allows; None where the flag is not given."""
     if a.kv_budget is None:
         return None
     if not 0 <= a.kv_budget < LARGEST_GIB:

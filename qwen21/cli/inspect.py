@@ -1,4 +1,4 @@
-"""`inspect` in words: what a file or folder is, and what it lacks."""
+"""The command `inspect`: describe what a file or folder is, and what it lacks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..system_memory import GIB
 
 
 def inspect_report(path: Path) -> str:
-    """Lines about a checkpoint file, a component's folder or a whole-model folder. `UserError` if it is none."""
+    """Describe a checkpoint file, a component's folder or a whole-model folder. Raises `UserError` for others."""
     if is_file(path / "model_index.json"):
         return _describe_model(path)
     return "\n".join(_lines(open_named(path)))
@@ -84,7 +84,7 @@ def _network(checkpoint: Checkpoint, identity: Identity) -> list[str]:
 
 
 def _adapters(checkpoint: Checkpoint) -> list[str]:
-    """What a LoRA does to the released transformer, or why it fits none."""
+    """Lines about what a LoRA does to the released transformer, or why it does not fit."""
     try:
         keys = map_keys(checkpoint.tensors, DiTConfig())
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Several jobs in one process, each finding what the ones before it left: `--repeat N` and `--session JOBS.json`."""
+"""Run several jobs in one process, where each reuses what earlier ones cached: `--repeat N`, `--session JOBS.json`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..config.validate import printable, short
 from ..errors import UserError
 
 MAX_JOBS = 10_000
-# Flags of the whole process: a job cannot change what the others share.
+# Flags of the whole process, which a single job cannot change.
 SHARED = ("model", "dit", "encoder", "vae", "tokenizer", "dtype", "device", "lora", "keep", "kv_storage", "kv_device",
           "kv_budget", "force", "compile", "prefill", "cuda_graph", "attention", "repeat", "session")  # fmt: skip
 
@@ -26,10 +26,10 @@ Parse = Callable[[Sequence[str]], argparse.Namespace]
 
 
 def expand(a: argparse.Namespace, parse: Parse) -> list[argparse.Namespace]:
-    """The jobs of a command line, each as the arguments of a `generate` of its own.
+    """Expand a command line to its jobs, each as the arguments of a `generate` of its own.
 
-    A session's job is a table of flags without dashes in front, whose values replace those of the command line. A
-    repeat moves the seed by one each time and numbers the outputs. `parse` reads flags as the command line does.
+    A session's job is a table of flags without leading dashes, whose values replace those of the command line. Each
+    repeat adds one to the seed and numbers the outputs. `parse` reads flags as the command line does.
     """
     jobs = [a] if a.session is None else [_merged(a, job, i, parse) for i, job in enumerate(_read(a.session), 1)]
     for i, job in enumerate(jobs, 1):
@@ -47,7 +47,7 @@ def expand(a: argparse.Namespace, parse: Parse) -> list[argparse.Namespace]:
 
 @contextmanager
 def naming(number: int, jobs: Sequence[argparse.Namespace], written: bool = False) -> Iterator[None]:
-    """Errors of one job of several say which, and with `written` that the ones before it are."""
+    """Name the job in the errors of one job of several; with `written`, also say that earlier jobs are written."""
     try:
         yield
     except UserError as error:
@@ -88,7 +88,7 @@ def _merged(a: argparse.Namespace, job: Any, number: int, parse: Parse) -> argpa
 
 
 def _read_value(name: str, value: Any, parse: Parse) -> Any:
-    """A job's value as its flag holds it; null is what the flag is without being given, [] nothing."""
+    """Reads a job's `value` as its flag holds it: null gives the flag's default, [] an empty list."""
     from ..request.options import read_option
 
     if value is None:
@@ -111,7 +111,7 @@ def _repeated(job: argparse.Namespace, i: int) -> argparse.Namespace:
     from ..request import SEEDS, require_seed
     from .outputs import numbered
 
-    require_seed(job.seed)  # the one that was given: moved ones come round
+    require_seed(job.seed)  # check the given seed; later ones wrap around at SEEDS
     latent = job.save_latent and numbered(job.save_latent, i + 1)
     changes = {"seed": (job.seed + i) % SEEDS, "out": numbered(job.out, i + 1), "save_latent": latent}
     return argparse.Namespace(**(vars(job) | changes))
@@ -134,5 +134,5 @@ def _require_own_files(jobs: Sequence[argparse.Namespace]) -> None:
 def _real(path: Path) -> str:
     try:
         return os.path.realpath(path)
-    except ValueError:  # no name that a file can have, which `check_outputs` refuses
+    except ValueError:  # not a valid file name, which `check_outputs` refuses
         return str(path)

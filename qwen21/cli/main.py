@@ -1,4 +1,4 @@
-"""The command line, one command a function. A user's mistake is one line on stderr and exit code 2."""
+"""The command line, one function per command. A user's mistake gives one line on stderr and exit code 2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from . import arguments, from_arguments
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 LONGEST_LINE = 700
-SAME_INTERRUPT = 1.0  # seconds; Ctrl-C again within them is the same wish
+SAME_INTERRUPT = 1.0  # seconds; another Ctrl-C within this time counts as the same one
 
 
 class Parser(argparse.ArgumentParser):
@@ -31,7 +31,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """What a command does not know is its own error, which names its help."""
+        """Report unknown arguments as an error of the command at hand, which names that command's help."""
         found, strange = super().parse_known_args(args, namespace)
         if strange:
             words = "" if strange[0].startswith("-") else "; put a value of several words in quotes"
@@ -45,7 +45,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command line; returns its exit code. Nothing a user can cause ends in a traceback."""
+    """Run a command line; return its exit code. Nothing that a user can cause ends in a traceback."""
     interrupted: list[float] = []
     chosen = argparse.Namespace()
     try:
@@ -65,11 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextmanager
 def _interruptible(interrupted: list[float]) -> Iterator[None]:
-    """Have Ctrl-C interrupt, and note when: libraries swallow the exception, or turn it into one of theirs."""
+    """Make Ctrl-C raise KeyboardInterrupt and note the time: libraries may swallow the exception or replace it."""
 
     def stop(*_: object) -> None:
         if interrupted and time.monotonic() - interrupted[-1] < SAME_INTERRUPT:
-            return  # what cleans up must come to its end
+            return  # let the cleanup finish
         interrupted.append(time.monotonic())
         raise KeyboardInterrupt
 
@@ -84,7 +84,7 @@ def _interruptible(interrupted: list[float]) -> Iterator[None]:
 
 
 def _explain(error: Exception) -> str | None:
-    """An error in words, where it is a user's to mend; None for a bug of ours."""
+    """Describe an error that the user can fix; None for a bug of ours."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, BrokenPipeError):
@@ -104,7 +104,7 @@ def _is_out_of_memory(error: RuntimeError) -> bool:
 
 
 def _end(message: str, code: int) -> int:
-    """Print a message as one line, whatever paths and names it holds."""
+    """Print a message as one line, whatever paths and names it contains, and return `code`."""
     line = " ".join(message.split())
     print("qwen21: " + (line if len(line) <= LONGEST_LINE else line[:LONGEST_LINE] + " ..."), file=sys.stderr)
     return code
@@ -196,7 +196,7 @@ def run_generate(a: argparse.Namespace) -> int:
 
 
 def find_model(a: argparse.Namespace):
-    """The model's files: those of --model, but for the parts that --dit, --encoder and --vae give."""
+    """Find the model's files: those of --model, except the parts that --dit, --encoder and --vae replace."""
     from ..checkpoint.load import Places
     from ..checkpoint.load import find_model as find
 
@@ -212,7 +212,7 @@ def find_model(a: argparse.Namespace):
 
 
 class ProgressBar:
-    """Stages and steps on one line of stderr, moving on a terminal, once at the end elsewhere. Use it as a context."""
+    """Show stages and steps on one line of stderr: live on a terminal, once at the end elsewhere. A context manager."""
 
     WIDTH = 24
 
@@ -226,7 +226,7 @@ class ProgressBar:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        """Clear the line; where nobody watched, leave the last state, unless an error's line follows."""
+        """Clear the line. Without a terminal, print the last state, unless an error's line follows."""
         if self._terminal:
             self._show("")
             print("\r", end="", file=sys.stderr, flush=True)

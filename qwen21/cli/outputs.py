@@ -1,4 +1,4 @@
-"""What a run leaves on disk: pictures with their manifest, and latents."""
+"""Write the outputs of a run: pictures with their manifest, and latents."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from ..inputs.images import LARGEST_WEBP, SUFFIXES, picture_bytes
 if TYPE_CHECKING:
     from ..pipeline import Result
 
-MANIFEST_KEY = "qwen21"  # the text chunk of a PNG, the key in other metadata
+MANIFEST_KEY = "qwen21"  # the text chunk's key in a PNG, and the key in other metadata
 
 
 def names(out: Path, pictures: int) -> list[Path]:
-    """FILE.png for one picture, FILE-1.png to FILE-N.png for more; of what no batch can be, as for the nearest."""
+    """Output paths: FILE.png for one picture, FILE-1.png to FILE-N.png for more. Invalid counts are clamped."""
     if pictures <= 1:
         return [out]
     return [numbered(out, i) for i in range(1, min(pictures, MAX_BATCH) + 1)]
 
 
 def numbered(path: Path, i: int) -> Path:
-    """FILE-i.png of FILE.png."""
+    """FILE-i.png for FILE.png."""
     return path.parent / f"{path.stem}-{i}{path.suffix}"
 
 
 def write(results: Mapping[Path, Result], latent: Path | None = None) -> list[Path]:
-    """Write the pictures of each result at its path, and the first one's latents; returns the pictures' paths.
+    """Write the pictures of each result at its path, and the first result's latents; return the pictures' paths.
 
-    The manifest travels in each picture's metadata. All files appear together or none does.
+    The manifest is stored in each picture's metadata. All files appear together, or none does.
     """
     contents: dict[Path, bytes] = {}
     for out, result in results.items():
@@ -53,21 +53,21 @@ def write(results: Mapping[Path, Result], latent: Path | None = None) -> list[Pa
 
 
 def check_size(out: Path | None, size: tuple[int, int]) -> None:
-    """Refuse a picture of more pixels than its kind of file holds."""
+    """Refuse a picture with more pixels than its file format can hold."""
     if out is not None and out.suffix.lower() == ".webp" and max(size) > LARGEST_WEBP:
         width, height = size
         raise UserError(f"{str(out)!r}: WebP holds {LARGEST_WEBP} pixels a side, not {width}x{height}; write a .png")
 
 
 def lost(out: Path | None) -> list[str]:
-    """A line where the kind of file at `out` cannot hold all of a picture."""
+    """Lines about what the file format of `out` cannot store of a picture."""
     if out is None or out.suffix.lower() not in (".jpg", ".jpeg"):
         return []
     return [f"{printable(out.name)}: a JPEG holds no transparency, so the picture goes over white; .webp and .png do"]
 
 
 def latent_bytes(latents: torch.Tensor) -> bytes:
-    """A safetensors file of one fp32 tensor `latent` [B, 64, h, w], normalised as the transformer sees it."""
+    """Serialise `latents` to safetensors: one fp32 tensor `latent` [B, 64, h, w], normalised as for the transformer."""
     return save({"latent": latents.float().cpu().contiguous()}, metadata={"space": "normalised"})
 
 
@@ -78,8 +78,10 @@ def check_outputs(
     inputs: Sequence[Path],
     suffixes: tuple[str, ...] = SUFFIXES,
 ) -> None:
-    """Refuse, before any work is done, outputs that cannot be written or that would destroy an input. `out` ends in
-    one of `suffixes`."""
+    """Refuse outputs that cannot be written, or would overwrite an input, before any work is done.
+
+    `out` must end in one of `suffixes`.
+    """
     paths = dict.fromkeys(names(out, pictures) if out else [], suffixes)
     for path, allowed in (paths | ({latent: (".safetensors",)} if latent else {})).items():
         if path.suffix.lower() not in allowed:

@@ -1,4 +1,4 @@
-"""Pictures that jobs name: decoded once and kept while there is room, or known by their headers alone."""
+"""The pictures that jobs name: decoded once and kept while there is room, or known by their headers alone."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from .from_arguments import pictures_of
 
 SIDEWAYS = (5, 6, 7, 8)  # EXIF orientations that swap width and height
 ORIENTATION = 0x0112
-ROOM = 2**28  # bytes of decoded pictures that wait for their jobs
+ROOM = 2**28  # bytes of decoded pictures that are kept for later jobs
 
 
 class Pictures:
-    """The pictures of a process's jobs. One that several jobs name, or that was looked at before its job, is decoded
-    once, as long as `room` bytes hold what waits; a file that changed meanwhile is read again."""
+    """The pictures of a process's jobs.
+
+    A picture that several jobs name, or that was checked before its job, is decoded once, as long as the kept pictures
+    fit into `room` bytes. A file that changed meanwhile is read again.
+    """
 
     def __init__(self, jobs: Sequence[argparse.Namespace], room: int = ROOM) -> None:
         self._waiting = Counter(path for job in jobs for path in pictures_of(job))
@@ -29,11 +32,11 @@ class Pictures:
         self._kept: dict[Path, tuple[tuple[int, ...], Image.Image]] = {}
 
     def look(self, path: Path) -> Image.Image | Unread:
-        """A picture before its job, decoded while there is room to keep it, else by its header."""
+        """Return a picture before its job: decoded while there is room to keep it, else its header."""
         return self._decoded(path) if self._fits(unread := Unread.of(path)) or path in self._kept else unread
 
     def open(self, path: Path) -> Image.Image:
-        """A picture for its job."""
+        """Return a decoded picture for its job."""
         picture = self._decoded(path)
         self._waiting[path] -= 1
         if self._waiting[path] <= 0:
@@ -55,12 +58,12 @@ class Pictures:
 
 
 def _nbytes(picture: Image.Image | Unread) -> int:
-    """As RGBA."""
+    """Bytes of a picture as RGBA."""
     return 4 * picture.size[0] * picture.size[1]
 
 
 def _stamp(path: Path) -> tuple[int, ...]:
-    """What changes with a file's content; nothing of a file that is not there."""
+    """Size, time and inode, which change with a file's content; () where there is no file."""
     try:
         found = os.stat(path)
     except (OSError, ValueError):
@@ -70,7 +73,7 @@ def _stamp(path: Path) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Unread:
-    """A picture of which the header alone was read."""
+    """A picture of which only the header was read."""
 
     size: tuple[int, int]
 
@@ -80,13 +83,13 @@ class Unread:
 
 
 def picture_size(path: Path) -> tuple[int, int]:
-    """(width, height) of a picture as `images.open_image` opens it, from its header. `UserError` as there."""
+    """Read (width, height) of a picture from its header, with the errors and orientation of `images.open_image`."""
     try:
         if not path.is_file():
             raise FileNotFoundError
-        Image.init()  # or a format that this Pillow was built without would be a KeyError
+        Image.init()  # without it, a format that this Pillow was built without raises KeyError
         with Image.open(path, formats=[name for name in images.FORMATS if name in Image.OPEN]) as image:
             sideways = image.getexif().get(ORIENTATION) in SIDEWAYS
             return (image.height, image.width) if sideways else image.size
-    except Exception:  # decoders raise nearly anything; opening it says in words what is wrong, or that nothing is
+    except Exception:  # decoders raise almost anything; opening the picture later gives a clear error, if there is one
         return images.open_image(path).size

@@ -1,4 +1,4 @@
-"""The command `plan`, and what `generate` settles first: from arguments to memory plans, by headers and sizes alone."""
+"""The command `plan`, and the checks of `generate` before it starts: memory plans from headers and sizes alone."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from .from_arguments import LARGEST_GIB, budget_of, fp8_of, inputs_of, opened_re
 from .jobs import naming
 from .pictures import Pictures, Unread
 
-NARROWER = {"auto": ("fp8",), "fp32": ("bf16", "fp8"), "bf16": ("fp8",), "fp16": ("fp8",), "fp8": ()}  # by --dtype
+NARROWER = {"auto": ("fp8",), "fp32": ("bf16", "fp8"), "bf16": ("fp8",), "fp16": ("fp8",), "fp8": ()}  # to suggest
 
 
 EXIT_MISFIT = 3
 
 
 def run(a: argparse.Namespace, files: ModelFiles) -> int:
-    """Print the plan, and write its picture where one is asked for; `EXIT_MISFIT` where the run does not fit."""
+    """Print the plan, and write its picture if requested. Returns `EXIT_MISFIT` where the run does not fit."""
     inputs = [*inputs_of(a), *files.paths]
     outputs.check_outputs(a.out, a.save_latent, a.batch, inputs)
     outputs.check_outputs(a.picture, None, 1, inputs, (".png",))
@@ -54,7 +54,7 @@ def run(a: argparse.Namespace, files: ModelFiles) -> int:
 
 
 def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple[str, ...]]:
-    """The plan of a run with these arguments, and what a run would warn of."""
+    """Plan a run with these arguments; return the plan and the warnings of the run."""
     if a.session is not None or a.repeat != 1:
         raise UserError("a plan is of one run; leave --session and --repeat out, and give one job's flags")
     free = _free_bytes(a)
@@ -85,8 +85,10 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
 def settle(
     a: argparse.Namespace, jobs: Sequence[argparse.Namespace], files: ModelFiles, first: Request, pictures: Pictures
 ) -> tuple[torch.dtype, str]:
-    """Refuse every job that cannot be done or does not fit, before the first is painted, by headers alone; returns
-    what to compute in, and a line where memory decided that. `first` is what the first job asks for."""
+    """Refuse any job that is invalid or does not fit, by headers alone, before the first is painted.
+
+    Returns the dtype to compute in, and a line where memory decided it. `first` is the first job's request.
+    """
     decided = []
     for number, job in enumerate(jobs, 1):
         with naming(number, jobs):
@@ -108,9 +110,9 @@ def settle(
 
 
 class Planner:
-    """Memory plans of the jobs of one process, whose flags `a` say what they share, from the headers of its `files`.
+    """Makes memory plans of the jobs of one process: `a` holds the flags that they share, `files` the model's headers.
 
-    free: bytes of the GPU that computes, None where the CPU does.
+    `free`: free bytes of the GPU that computes, None where the CPU does.
     """
 
     def __init__(self, a: argparse.Namespace, files: ModelFiles, free: int | None) -> None:
@@ -126,7 +128,7 @@ class Planner:
         self.tokenizer = load_tokenizer(files.tokenizer)
 
     def job(self, a: argparse.Namespace, decided: ResolvedRequest) -> MemoryJob:
-        """A job in numbers, by its own flags `a` and what was `decided` of them."""
+        """Describe a job in numbers, by its own flags `a` and the resolved request `decided`."""
         references = [
             reference_size(*picture.size, decided.request.resolution) for picture in decided.request.references
         ]
@@ -142,7 +144,7 @@ class Planner:
         )
 
     def plan(self, job: MemoryJob, dtype: torch.dtype, fp8: Fp8 | None = None) -> MemoryPlan:
-        """The plan of a job computed in `dtype`; `fp8`: as if the flags asked for it."""
+        """Plan a job computed in `dtype`; `fp8` replaces the FP8 storage of the flags."""
         return plan_memory(
             {"dit": self.files.dit, "encoder": self.files.encoder, "vae": self.files.vae},
             job,
@@ -159,15 +161,14 @@ class Planner:
         )
 
     def dtype(self, jobs: Iterable[MemoryJob]) -> tuple[torch.dtype, str]:
-        """The first of the dtypes asked for in which all jobs fit, else the last; and a line where it is not the
-        first."""
+        """The first of the requested dtypes in which all jobs fit, else the last; and a line if it is not the first."""
         first, *others = dtypes(self.a.dtype, self.device)
         if not others or (misfit := self._misfit(jobs, first)) is None:
             return first, ""
         return others[-1], f"computed in {name_of(others[-1])}, for in {name_of(first)} {misfit.fact}"
 
     def require(self, job: MemoryJob, dtype: torch.dtype) -> None:
-        """Refuse a job that does not fit: `UserError` that names what would."""
+        """Raise `UserError` for a job that does not fit; it names a dtype that would."""
         if (misfit := self._misfit([job], dtype)) is None:
             return
         other = self.fitting(job)
@@ -175,7 +176,7 @@ class Planner:
         raise UserError(f"does not fit: computed in {name_of(dtype)}, {misfit.fact}; {remedy}, or try with --force")
 
     def fitting(self, job: MemoryJob) -> str | None:
-        """The name of another dtype in which a job fits: narrower than the one asked for, but no more than needed."""
+        """Name of the widest dtype below the requested one in which a job fits; None if it fits in none."""
         for name in NARROWER[self.a.dtype]:
             fp8 = Fp8(tuple(self.a.keep)) if name == "fp8" else None
             if any(self._misfit([job], dtype, fp8) is None for dtype in dtypes(name, self.device)):
@@ -183,13 +184,13 @@ class Planner:
         return None
 
     def _misfit(self, jobs: Iterable[MemoryJob], dtype: torch.dtype, fp8: Fp8 | None = None) -> Misfit | None:
-        """The first thing that does not fit."""
+        """The first thing that does not fit; None if all fits."""
         found = (misfit for job in jobs for misfit in self.plan(job, dtype, fp8).choice.misfits)
         return next(found, None)
 
 
 def _free_bytes(a: argparse.Namespace) -> int | None:
-    """Free memory of the GPU that is asked about; None where the CPU is to compute."""
+    """Free bytes of the GPU in question; None where the CPU is to compute."""
     if a.free is not None and not 0 < a.free < LARGEST_GIB:
         raise UserError(f"--free is {a.free:g}, expected the GiB that a device has free, such as 24")
     if a.device == "cpu" or (a.device == "auto" and a.free is None and not torch.cuda.is_available()):

@@ -1,4 +1,4 @@
-"""The standard streams of a process: what they cannot take never stops a command."""
+"""Prepare the standard streams of a process, so that text they cannot take never stops a command."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 class Dropping(io.TextIOWrapper):
-    """A text stream that drops what it cannot write: nobody reads it any more, or its disk is full."""
+    """A text stream that drops what it cannot write, because its reader is gone or its disk is full."""
 
     def write(self, text: str) -> int:
         with suppress(OSError):
@@ -22,10 +22,10 @@ class Dropping(io.TextIOWrapper):
 
 
 def prepare() -> None:
-    """Escape what does not fit the encoding of stdout, and drop what stderr, which tells of progress, cannot take."""
+    """Escape characters outside stdout's encoding, and drop what stderr, which shows progress, cannot take."""
     if sys.stdout is not None:
         sys.stdout.reconfigure(errors="backslashreplace")
-    if sys.stderr is None:  # closed before the start
+    if sys.stderr is None:  # closed before the process started
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115 (it stays open)
     else:
         sys.stderr = Dropping(sys.stderr.buffer, sys.stderr.encoding, "backslashreplace", line_buffering=True)

@@ -1,1 +1,1 @@
-"""Clients of servers that paint: a running ComfyUI."""
+"""Clients of servers that generate pictures: a running ComfyUI."""

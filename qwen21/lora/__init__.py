@@ -1,1 +1,1 @@
-"""LoRA files: read them, match their names, and compute them beside the weights."""
+"""LoRA files: read them, match their names to layers, and compute them beside the weights."""

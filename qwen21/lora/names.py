@@ -1,7 +1,7 @@
-"""Names in LoRA files: which of the transformer's layers a key is for, in every style that trainers write.
+"""Match keys in LoRA files to layers of the transformer, in every naming style that trainers write.
 
-A key is a prefix, a layer and a part. Prefixes come off until the rest names a layer, with dots (PEFT, diffusers,
-DiffSynth) or with underscores in their place (kohya, LyCORIS). Everything here is decided from the header.
+A key is a prefix, a layer and a part. Prefixes are removed until the rest names a layer, with dots (PEFT, diffusers,
+DiffSynth) or with underscores in their place (kohya, LyCORIS). Only the header is read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..errors import UserError
 
 DOTTED_PREFIXES = ("base_model.model.", "model.", "net.", "diffusion_model.", "transformer.", "pipe.", "dit.")
 FLAT_PREFIXES = ("lora_unet_", "lora_transformer_", "lycoris_", "diffusion_model_", "transformer_")
-_ADAPTER = r"(?:\.(?!bias$)[^.]+)?(?:\.weight)?"  # PEFT may put an adapter's name, `default`, between
+_ADAPTER = r"(?:\.(?!bias$)[^.]+)?(?:\.weight)?"  # PEFT may insert an adapter's name, such as `default`
 PARTS = {
     "down": rf"lora_A{_ADAPTER}|lora[_.]down\.weight",
     "up": rf"lora_B{_ADAPTER}|lora[_.]up\.weight",
@@ -54,7 +54,7 @@ KINDS = ("attention", "mlp", "other")
 
 @dataclass(frozen=True)
 class Target:
-    """What an adapter patches: a linear layer [out, in], or the two whose rows `gate_up` stacks, half each."""
+    """What an adapter patches: a linear layer [out, in], or the two layers whose rows `gate_up` stacks, half each."""
 
     name: str
     layers: tuple[str, ...]
@@ -63,7 +63,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Entry:
-    """The keys of one adapter, whose shapes fit its target."""
+    """Keys of one adapter, whose shapes fit its target."""
 
     target: Target
     down: str
@@ -74,7 +74,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class KeyMap:
-    """Adapters in the order of the model's layers, and what in the file has no place in the model, by name."""
+    """Adapters in the order of the model's layers, and the names in the file that match nothing in the model."""
 
     entries: tuple[Entry, ...]
     unmatched: tuple[str, ...]
@@ -82,19 +82,19 @@ class KeyMap:
 
 @dataclass
 class _Group:
-    """Keys of one layer's parts, as they are gathered."""
+    """Keys of one layer's parts, while they are gathered."""
 
     name: str
     keys: dict[str, str] = field(default_factory=dict)
 
 
 def layer_kind(layer: str) -> str:
-    """attention, mlp or other."""
+    """Kind of a layer: attention, mlp or other."""
     return "attention" if ".attn." in layer else "mlp" if ".img_mlp." in layer else "other"
 
 
 def lora_targets(config: DiTConfig) -> dict[str, Target]:
-    """Every place a LoRA can patch, in the order of the model's layers, by its dotted name."""
+    """Every layer that a LoRA can patch, in the order of the model's layers, by its dotted name."""
     found: dict[str, Target] = {}
     for name, module in module_of("dit", config).named_modules():
         if isinstance(module, nn.Linear):
@@ -108,7 +108,7 @@ def lora_targets(config: DiTConfig) -> dict[str, Target]:
 
 
 def map_keys(tensors: Mapping[str, TensorInfo], config: DiTConfig) -> KeyMap:
-    """Which tensors of a file patch what. `UserError` where the file is for another model or damaged."""
+    """Find which tensors of a file patch which layer. Raises `UserError` where it is damaged or for another model."""
     groups, strangers = _grouped(tensors)
     _refuse_old_names(groups)
     _refuse_blocks_beyond(groups, config.layers)
@@ -135,19 +135,19 @@ def map_keys(tensors: Mapping[str, TensorInfo], config: DiTConfig) -> KeyMap:
 
 
 def is_lora(names: Iterable[str]) -> bool:
-    """Whether any of a file's names is half of a low-rank pair."""
+    """Whether any of `names` is half of a low-rank pair."""
     matches = (_KEY.fullmatch(name) for name in names)
     return any(match and (match["down"] or match["up"]) for match in matches)
 
 
 def other_adapter(names: Iterable[str]) -> str | None:
-    """The name of an adapter that is none of low rank, such as LoKr."""
+    """Name of an adapter type that is not low-rank, such as LoKr; None without one."""
     names = list(names)
     return next((title for mark, title in OTHER_ADAPTERS if any(mark in name for name in names)), None)
 
 
 def _grouped(names: Iterable[str]) -> tuple[list[_Group], list[str]]:
-    """Names by the layer they speak of, and those that are no part of an adapter."""
+    """Group names by the layer they refer to; also return those that are no part of an adapter."""
     groups: dict[str, _Group] = {}
     strangers = []
     for name in names:
@@ -165,7 +165,7 @@ def _grouped(names: Iterable[str]) -> tuple[list[_Group], list[str]]:
 
 
 def _target(stem: str, names: Mapping[str, Target]) -> Target | None:
-    """The target a stem names once its prefixes are off."""
+    """Target that `stem` names once its prefixes are removed; None if there is none."""
     while stem not in names:
         prefix = next((p for p in (*DOTTED_PREFIXES, *FLAT_PREFIXES) if stem.startswith(p)), None)
         if prefix is None:

@@ -1,4 +1,4 @@
-"""LoRA files: read and checked into one adapter per linear layer, whatever style they are written in.
+"""Read and check LoRA files: one adapter per linear layer, whatever style the file is written in.
 
 An adapter adds `scale * up @ down` to a weight [out, in], where scale is alpha / rank, or 1 where the file gives no
 alpha. With a magnitude (DoRA, arXiv 2402.09353) every row of the sum is then scaled to that length.
@@ -28,12 +28,12 @@ from .names import KINDS, Entry, KeyMap, is_lora, layer_kind, map_keys, other_ad
 METADATA = "lora_adapter_metadata"
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EXPECTED = "expected a LoRA for Qwen-Image 2.1"
-KEPT = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that stay as they are in the file
+KEPT = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that are not converted
 
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """One layer's patch: down [rank, in], up [out, rank], a scale, and for DoRA the length of each row [out]."""
+    """Patch of one layer: down [rank, in], up [out, rank], a scale, and for DoRA each row's trained length [out]."""
 
     down: Tensor
     up: Tensor
@@ -45,16 +45,16 @@ class Adapter:
         return self.down.shape[0]
 
     def delta(self, device: torch.device | str = "cpu") -> Tensor:
-        """`scale * up @ down` [out, in] in fp32."""
+        """Compute `scale * up @ down` [out, in] in fp32."""
         return self.scale * (self.up.to(device, torch.float32) @ self.down.to(device, torch.float32))
 
     def gain(self, whole: Tensor) -> Tensor:
-        """DoRA's factor of each row [out], fp32: its trained length over that of `whole`, weight plus delta."""
+        """DoRA's factor of each row [out], fp32: its trained length over its length in `whole`, weight + delta."""
         length = torch.linalg.vector_norm(whole, dim=1)
         return torch.where(length > 0, self.magnitude.to(whole.device, torch.float32) / length, 1.0)
 
     def moved(self, weight: Tensor, strength: float) -> Tensor:
-        """A weight [out, in] so far from its own numbers towards the DoRA's, in its dtype."""
+        """Interpolate a weight [out, in] towards the DoRA's by `strength`, in the weight's dtype."""
         plain = weight.float()
         whole = plain + self.delta(weight.device)
         whole *= self.gain(whole)[:, None]
@@ -63,7 +63,7 @@ class Adapter:
 
 @dataclass(frozen=True, eq=False)
 class Lora:
-    """A LoRA file: adapters by layer, in the order of the model's layers, and what of it has no place there.
+    """A LoRA file: adapters in the order of the model's layers, and the names that match no layer.
 
     `digest` names the contents: equal for equal numbers, however the file names, fuses or stores them.
     """
@@ -72,22 +72,22 @@ class Lora:
     adapters: Mapping[str, Adapter]
     unmatched: tuple[str, ...]
     digest: str
-    turbo: str = ""  # what says that it makes a base model Turbo, if anything does
+    turbo: str = ""  # evidence that it makes a base model Turbo, if any
 
     @property
     def matched(self) -> dict[str, int]:
-        """Layers patched, by kind: attention, mlp, other."""
+        """Number of patched layers by kind: attention, mlp, other."""
         return _counts(self.adapters)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """One line where only part of the file is used."""
+        """One line where only part of the file is used, else nothing."""
         return _partial_use(self.name, self.adapters, self.unmatched)
 
 
 @dataclass(frozen=True, eq=False)
 class LoraFile:
-    """A LoRA by its headers: what of it patches what. No tensor is read."""
+    """A LoRA by its headers: which of its tensors patch which layer. No tensor is read."""
 
     checkpoint: Checkpoint
     keys: KeyMap
@@ -95,7 +95,7 @@ class LoraFile:
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Those of the `Lora` that it holds."""
+        """The warnings of the `Lora` that it holds."""
         layers = [layer for entry in self.keys.entries for layer in entry.target.layers]
         return _partial_use(self.name, layers, self.keys.unmatched)
 
@@ -128,7 +128,7 @@ def _partial_use(name: str, layers: Iterable[str], unmatched: Sequence[str]) -> 
 def find_lora(path: Path | str, config: DiTConfig) -> LoraFile:
     """Find a LoRA for a transformer of this size: a safetensors file, or PEFT's folder.
 
-    Raises `UserError` where the file is no LoRA, or is for another model. Layers it names that the transformer lacks
+    Raises `UserError` where the file is no LoRA, or is for another model. Names of layers that the transformer lacks
     are kept as unmatched.
     """
     checkpoint = open_named(path)
@@ -138,7 +138,7 @@ def find_lora(path: Path | str, config: DiTConfig) -> LoraFile:
 
 
 def read_lora(path: Path | str, config: DiTConfig) -> Lora:
-    """Read what `find_lora` finds. Raises `UserError` where it patches nothing, or holds values that are not finite."""
+    """Read what `find_lora` finds. Raises `UserError` where it patches nothing, or has values that are not finite."""
     found = find_lora(path, config)
     checkpoint, keys = found.checkpoint, found.keys
     with errors_naming(checkpoint.path):
@@ -156,7 +156,7 @@ def read_lora(path: Path | str, config: DiTConfig) -> Lora:
 
 
 def split(fused: Adapter) -> tuple[Adapter, Adapter]:
-    """The adapters of gate_layer and proj from the one of `gate_up`: half the rows of up each, down shared."""
+    """Split the adapter of `gate_up` into those of gate_layer and proj: half the rows of up each, the same down."""
     rows = fused.up.shape[0] // 2
     magnitudes = (None, None) if fused.magnitude is None else fused.magnitude.split(rows)
     gate, proj = (
@@ -167,10 +167,10 @@ def split(fused: Adapter) -> tuple[Adapter, Adapter]:
 
 
 def fuse(gate: Adapter, proj: Adapter) -> Adapter:
-    """The adapter of `gate_up` [2 * out, in] from those of gate_layer and proj.
+    """Fuse the adapters of gate_layer and proj into that of `gate_up` [2 * out, in].
 
-    Where the two share their down (as `split` leaves them) the rank stays; else ranks add up, and up is block-diagonal.
-    Unequal scales go into up, in fp32.
+    Where both share their down (as after `split`) the rank stays; else ranks add up, and up is block-diagonal.
+    Unequal scales are multiplied into up, in fp32.
     """
     if (gate.magnitude is None) != (proj.magnitude is None):
         raise UserError("one of gate_layer and proj has a DoRA scale and the other none, so they cannot be fused")
@@ -207,7 +207,7 @@ def _read(reader: Reader, entry: Entry, scales: HeaderScales) -> Adapter:
 
 
 def _values(reader: Reader, key: str) -> Tensor:
-    """A tensor of its own memory: one that maps the file would crash the process if the file changed later."""
+    """Read a tensor into its own memory: one that maps the file would crash the process if the file changed later."""
     value = reader.read(key)
     value = value.clone() if value.dtype in KEPT else value.float()
     if not bool(torch.isfinite(value).all()):
@@ -226,19 +226,19 @@ def _digest(adapters: Mapping[str, Adapter]) -> str:
     return digest.hexdigest()[:16]
 
 
-# --- alpha, where the header or PEFT's config has it -----------------------------------------------------------------
+# --- alpha from the header or from PEFT's config ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class HeaderScales:
-    """PEFT's settings: `lora_alpha`, the exceptions of `alpha_pattern`, and `use_rslora` (alpha / sqrt(rank))."""
+    """PEFT's settings: `lora_alpha`, the exceptions in `alpha_pattern`, and `use_rslora` (alpha / sqrt(rank))."""
 
     alpha: float | None = None
     exceptions: Mapping[str, float] | None = None
     rank_stabilised: bool = False
 
     def of(self, layer: str, rank: int, alpha: float | None) -> float:
-        """The scale of a layer's adapter; an alpha that stands beside it in the file comes first."""
+        """Scale of a layer's adapter. An `alpha` that is stored beside the adapter takes precedence."""
         if alpha is not None:
             return alpha / rank
         found = (value for name, value in (self.exceptions or {}).items() if f".{layer}".endswith(f".{name}"))
@@ -258,7 +258,7 @@ def _header_scales(checkpoint: Checkpoint) -> HeaderScales:
         return _settings(settings, f"the header's {METADATA}")
     file = checkpoint.files[0]
     config = file.with_name(PEFT_CONFIG)
-    if file.name == PEFT_WEIGHTS and is_file(config):  # beside any other file it may be another one's
+    if file.name == PEFT_WEIGHTS and is_file(config):  # beside a file with another name it may belong to another file
         return _settings(read_json(config), PEFT_CONFIG)
     return HeaderScales()
 
@@ -271,7 +271,7 @@ def _settings(settings: Any, where: str) -> HeaderScales:
     exceptions = table(settings, "alpha_pattern", null=True)
     numbers = {key.removeprefix("^"): _number(value, f"alpha_pattern of {where}") for key, value in exceptions.items()}
     for name in numbers:
-        # A pattern may be a regular expression, which from a stranger's file could run for ever.
+        # A pattern may be a regular expression, and one from an untrusted file could run for ever.
         if not all(part.isidentifier() or part.isdecimal() for part in name.split(".")):
             raise UserError(f"alpha_pattern of {where} has {short(name)}, expected the names of layers")
     stabilised = settings.get("use_rslora") is not None and flag("use_rslora", settings["use_rslora"])

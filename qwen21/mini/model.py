@@ -1,4 +1,4 @@
-"""The miniature's sizes, its tokenizer, and how a model is written as a whole-model folder in the diffusers layout."""
+"""The sizes of the miniature and its tokenizer, and writing a model as a whole-model folder in the diffusers layout."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from ..inputs.prompt import IMAGE_PAD, SYSTEM_PROMPT, TEMPORAL_PATCH, VIDEO_PAD,
 from ..inputs.tokenizer import SPECIAL_TOKENS
 from . import LARGEST, SMALLEST, world
 
-VOCABULARY = 448  # bytes, the toy world's words, special tokens
+VOCABULARY = 448  # bytes, words of the toy world, special tokens
 TEXT_WIDTH = 128
-RESOLUTION = 96  # pixels a side that the miniature was mostly trained at
+RESOLUTION = 96  # picture side in pixels in most of the training
 DIT = DiTConfig(layers=7, heads=6, head_dim=32, text_width=TEXT_WIDTH, rope_axes=(4, 14, 14))
 VAE = VAEConfig(base_width=8, decoder_base_width=8)
 ENCODER = EncoderConfig(
@@ -66,7 +66,7 @@ TOKEN_IDS = {
 PREPROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessorFast",
     "processor_class": "Qwen3VLProcessor",
-    "size": {"shortest_edge": 32 * 32, "longest_edge": 16777216},  # in pixels of area: nothing is made larger
+    "size": {"shortest_edge": 32 * 32, "longest_edge": 16777216},  # area in pixels; the low minimum prevents upscaling
     "patch_size": LATENT_PIXELS,
     "temporal_patch_size": TEMPORAL_PATCH,
     "merge_size": VISION_MERGE,
@@ -78,7 +78,7 @@ CHAT_TEMPLATE = (
     "{% if message.content is string %}{{ message.content }}{% else %}"
     "{% for part in message.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
 )
-# What the tokenizer learns its words from, beside captions.
+# What the tokenizer is trained on, besides captions.
 SENTENCES = (
     SYSTEM_PROMPT,
     "system\nuser\nassistant\n",
@@ -91,7 +91,7 @@ SENTENCES = (
 
 
 def write_model(folder: Path, parts: Mapping[str, tuple[Any, Mapping[str, Tensor]]]) -> Path:
-    """Write configs and tensors, in bf16, by slot (dit, vae, encoder), the schedule and the tokenizer into `folder`."""
+    """Write the configs and bf16 tensors of `parts` by slot (dit, vae, encoder), the schedule and the tokenizer."""
     for slot, (config, tensors) in parts.items():
         place = folder / COMPONENT_FOLDERS[slot]
         place.mkdir(parents=True, exist_ok=True)
@@ -127,7 +127,7 @@ def config_json(config: DiTConfig | VAEConfig | EncoderConfig) -> dict[str, Any]
 
 
 def sentences() -> Iterable[str]:
-    """Text in which every word of the toy world occurs."""
+    """Texts in which every word of the toy world occurs."""
     for size, color, kind, place in product(world.SIZES, world.COLORS, world.KINDS, world.PLACES):
         yield f"A {size} {color} {kind} at the {place}, a {size} {color} {kind} and a"
     for top, bottom in product(world.GROUNDS, world.GROUNDS):
@@ -136,7 +136,7 @@ def sentences() -> Iterable[str]:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """A byte-level BPE of the toy world's words in the Qwen file format; special tokens follow it in Qwen's order."""
+    """Write a byte-level BPE of the toy world's words in Qwen's file format, special tokens in Qwen's order."""
     from transformers import Qwen2TokenizerFast
 
     size = VOCABULARY - len(SPECIAL_TOKENS)
@@ -154,7 +154,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def _write_bytes(folder: Path) -> None:
-    """A vocabulary of single bytes: each stands for itself where printable, else for a character from U+0100 on."""
+    """Write a vocabulary of single bytes: a printable byte is itself, any other a character from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     symbols, spare = [], 0x100
     for byte in range(256):

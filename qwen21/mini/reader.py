@@ -1,7 +1,7 @@
-"""Reads pictures of the toy world back into scenes, without any network, and judges what was painted for a task.
+"""Read pictures of the toy world back into scenes, without any network, and judge pictures painted for a task.
 
-Shapes are found by their colours, then measured against the ground around them and told by the silhouette that covers
-them best: what is blurred, bent or half there has faults and is not taken for right.
+Shapes are found by their colours, measured against the ground around them, and classified by the silhouette that
+overlaps best. Blurred, bent or half-drawn shapes count as faults.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from PIL import Image
 
 from .world import COLORS, GROUNDS, KINDS, PLACES, SIZES, SPREAD, Scene, Shape, Task, draw, draw_ground, silhouette
 
-COLOR_ERROR = 48.0  # how far a pixel may be from its named colour, in RGB of 255
-LEAST_CORE = 0.002  # of the picture: smaller spots are no shapes
-LEAST_OVERLAP = 0.75  # intersection over union of a shape with its silhouette
-GROUND_ERROR = 12.0  # mean error of a ground's colour, of 255
+COLOR_ERROR = 48.0  # largest distance of a pixel from its named colour, in RGB of 255
+LEAST_CORE = 0.002  # share of the picture; smaller spots are not shapes
+LEAST_OVERLAP = 0.75  # least intersection over union of a shape with its silhouette
+GROUND_ERROR = 12.0  # largest mean error of a ground's colour, of 255
 CLEAR, SOLID = 0.2, 0.8  # mean opacity below and above which a ground is transparent or opaque
-MOST_DIRT = 0.01  # of the picture: pixels beside the shapes that are far from the ground
-DIRT = 0.25  # opacity, or error of colour, from which a pixel of the ground is dirt
-KEPT_ERROR = 0.03  # mean error of the pixels that an edit must leave alone, of 1
+MOST_DIRT = 0.01  # share of the picture: pixels beside the shapes that differ from the ground
+DIRT = 0.25  # opacity or colour error from which a pixel of the ground counts as dirt
+KEPT_ERROR = 0.03  # mean error of the pixels that an edit must not change, of 1
 
-# Area of a silhouette of radius 1.
+# Area of each silhouette at radius 1.
 AREAS = {"circle": math.pi, "square": 3.125, "triangle": 2.195, "star": 2.292}
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The scene in a picture, and what of the picture belongs to no scene. A ground that has no name is `("?",)`."""
+    """The scene in a picture, and the faults, which belong to no scene. A ground without a name is `("?",)`."""
 
     scene: Scene
     faults: tuple[str, ...] = ()
@@ -39,11 +39,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What of a task was done right.
+    """Which parts of a task a picture gets right.
 
-    asked: the shapes asked for, by kind and colour; for an edit the change. placed: they are where and as large as
-    asked. kept: the ground as asked, no faults, and for an edit all that it must not touch. alpha: opaque or
-    transparent as asked.
+    asked: the requested shapes, by kind and colour; for an edit, the change. placed: they have the requested place and
+    size. kept: the requested ground, no faults, and for an edit nothing else changed. alpha: opaque or transparent as
+    requested.
     """
 
     asked: bool
@@ -60,7 +60,7 @@ class Verdict:
 
 
 def read(picture: Image.Image) -> Reading:
-    """The scene in an RGBA picture; the `shift` of its shapes is measured."""
+    """Read the scene in an RGBA picture, including the measured `shift` of each shape."""
     pixels = np.asarray(picture.convert("RGBA"), float)
     spots = list(_colored(pixels))
     beside = ~_grown(np.logical_or.reduce([spot for _, spot in spots]), 4) if spots else np.ones(pixels.shape[:2], bool)
@@ -87,7 +87,7 @@ def read(picture: Image.Image) -> Reading:
 
 
 def _colored(pixels: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-    """Colours and masks of the spots that have one and are thick: edges mix colours, but are thin."""
+    """Yield the colour and mask of each thick spot of one colour. Edges mix colours, but they are thin."""
     names = np.array([*COLORS.values(), *GROUNDS.values()], float)
     distances = np.linalg.norm(pixels[..., None, :3] - names, axis=-1)
     nearest = np.where((distances.min(-1) < COLOR_ERROR) & (pixels[..., 3] > 127), distances.argmin(-1), -1)
@@ -104,7 +104,7 @@ def _colored(pixels: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _grown(mask: np.ndarray, by: int) -> np.ndarray:
-    """A mask and its neighbours by sides, `by` pixels around."""
+    """Dilate a mask by `by` pixels, over the sides of pixels."""
     for _ in range(by):
         padded = np.pad(mask, 1)
         mask = mask | padded[2:, 1:-1] | padded[:-2, 1:-1] | padded[1:-1, 2:] | padded[1:-1, :-2]
@@ -112,7 +112,7 @@ def _grown(mask: np.ndarray, by: int) -> np.ndarray:
 
 
 def _spread(seed: np.ndarray, within: np.ndarray) -> np.ndarray:
-    """The seed, and all of `within` that hangs together with it."""
+    """Grow `seed` to all of `within` that is connected to it."""
     while True:
         grown = seed | (_grown(seed, 1) & within)
         if (grown == seed).all():
@@ -121,7 +121,7 @@ def _spread(seed: np.ndarray, within: np.ndarray) -> np.ndarray:
 
 
 def _ground(pixels: np.ndarray, beside: np.ndarray) -> tuple[tuple[str, ...], list[str]]:
-    """The ground, by the pixels beside the shapes, and its faults."""
+    """The ground, from the pixels beside the shapes, and its faults."""
     if beside.mean() < 0.1:
         return ("?",), ["shapes cover everything"]
     opacity = pixels[..., 3][beside].mean() / 255
@@ -139,7 +139,7 @@ def _ground(pixels: np.ndarray, beside: np.ndarray) -> tuple[tuple[str, ...], li
 
 
 def _cover(pixels: np.ndarray, behind: np.ndarray, color: np.ndarray) -> np.ndarray:
-    """How much of each pixel is covered by a colour over the ground behind it."""
+    """Coverage of each pixel by `color` over the ground `behind`."""
     if not behind[..., 3].any():
         return pixels[..., 3] / 255
     way = color - behind[..., :3]
@@ -147,7 +147,7 @@ def _cover(pixels: np.ndarray, behind: np.ndarray, color: np.ndarray) -> np.ndar
 
 
 def _shape(color: str, cover: np.ndarray) -> tuple[Shape, float]:
-    """The shape that a mask shows, and its overlap with the silhouette of one."""
+    """The shape that a mask shows, and its overlap with the best silhouette."""
     height, width = cover.shape
     unit = min(height, width)
     rows, columns = np.nonzero(cover)
@@ -173,7 +173,7 @@ def _shape(color: str, cover: np.ndarray) -> tuple[Shape, float]:
 
 
 def judge(task: Task, picture: Image.Image) -> Verdict:
-    """What of a task a picture does right, by its reading and, for an edit, by its pixels."""
+    """Judge a picture by its reading and, for an edit, by its pixels."""
     reading = read(picture)
     got, wanted = reading.scene, task.result
     ground = got.ground == wanted.ground and not reading.faults
@@ -201,7 +201,7 @@ def _named(shapes: Iterable[Shape]) -> set[tuple[str, ...]]:
 
 
 def _told(shapes: Iterable[Shape]) -> set[tuple[str, ...]]:
-    """What captions tell of shapes."""
+    """What captions mention of shapes: kind, colour, size and place."""
     return {(shape.kind, shape.color, shape.size, shape.place) for shape in shapes}
 
 
@@ -210,7 +210,7 @@ def _by_name(told: set[tuple[str, ...]]) -> set[tuple[str, ...]]:
 
 
 def _untouched(task: Task, picture: Image.Image) -> bool:
-    """Whether what an edit must leave alone is as it was: all but the ground, or but the changed shapes."""
+    """Whether an edit left everything unchanged but the ground, or but the changed shapes, depending on the task."""
     width, height = picture.size
     wanted = np.asarray(draw(task.result, width, height), float) / 255
     got = np.asarray(picture.convert("RGBA"), float) / 255

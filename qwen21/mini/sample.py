@@ -1,7 +1,7 @@
-"""The sample picture: an apple and a glass marble on nothing, drawn with numpy.
+"""The sample picture: an apple and a glass marble on a transparent ground, drawn with numpy.
 
-It has what a photograph and an RGBA VAE are hard on: shading, grain, highlights, a soft shadow, soft edges, and every
-kind of alpha. `python -m qwen21.mini.sample` writes `sample.png` beside this file anew.
+It has what is hard for an RGBA VAE: shading, grain, highlights, a soft shadow, soft edges, and every kind of alpha.
+`python -m qwen21.mini.sample` writes `sample.png` beside this file again.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _FILL = np.array([0.75, 0.10, 0.65])
 
 
 def make_sample(width: int = SIZE[0], height: int = SIZE[1], seed: int = 0) -> Image.Image:
-    """The picture as RGBA, fully transparent pixels black. `seed` changes streaks, speckles and grain only."""
+    """Draw the picture as RGBA, fully transparent pixels black. `seed` only changes streaks, speckles and grain."""
     rng = np.random.default_rng(seed)
-    unit = height / 2  # pixels per unit of length; the scene is 2 units high, whatever the width
+    unit = height / 2  # pixels per unit of length; the scene is 2 units high at any width
     y, x = np.meshgrid((np.arange(height) + 0.5) / unit - 1, (np.arange(width) + 0.5 - width / 2) / unit, indexing="ij")
     soft = 1.4 / unit
     layers = [
@@ -54,13 +54,13 @@ def _mix(a, b, amount: np.ndarray) -> np.ndarray:
 
 
 def _noise(rng: np.random.Generator, shape: tuple[int, int], cells: tuple[int, int]) -> np.ndarray:
-    """Smooth noise around 0, `cells` knots high and wide."""
+    """Smooth noise around 0 from a grid of `cells` knots (height, width)."""
     knots = rng.normal(0, 1, cells).astype(np.float32)
     return np.asarray(Image.fromarray(knots).resize(shape[::-1], Image.Resampling.BICUBIC), dtype=np.float64)
 
 
 def _shine(normal: np.ndarray, light: np.ndarray, power: float) -> np.ndarray:
-    """Blinn highlight of a light seen from straight above the picture."""
+    """Blinn highlight of a light, seen from straight above the picture."""
     half = light / np.linalg.norm(light) + np.array([0.0, 0.0, 1.0])
     return np.clip(normal @ (half / np.linalg.norm(half)), 0, 1) ** power
 
@@ -79,7 +79,7 @@ def _shadow(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _apple(x: np.ndarray, y: np.ndarray, soft: float, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
     x, y = x + 0.12, y - 0.10
-    angle = np.arctan2(x, -y)  # 0 is up, the dent of the stem
+    angle = np.arctan2(x, -y)  # 0 is up, where the stem's dent is
     above, below = np.exp(-((angle / 0.42) ** 2)), np.exp(-(((np.abs(angle) - np.pi) / 0.35) ** 2))
     radius = 0.66 * (1 - 0.15 * above - 0.04 * below)
     radius *= 1 + 0.045 * np.sin(np.abs(angle)) ** 2 - 0.03 * np.cos(angle - np.pi)
@@ -89,7 +89,7 @@ def _apple(x: np.ndarray, y: np.ndarray, soft: float, rng: np.random.Generator) 
     normal = np.stack([x / radius, y / radius + 0.9 * dent, z + 0.05], axis=-1)
     normal /= np.linalg.norm(normal, axis=-1, keepdims=True)
 
-    meridian = x / np.sqrt(np.clip(0.52 - (y - 0.02) ** 2, 0.02, 1))  # runs from the stem over the front to the foot
+    meridian = x / np.sqrt(np.clip(0.52 - (y - 0.02) ** 2, 0.02, 1))  # from the stem over the front to the base
     streaks = np.interp(meridian, np.linspace(-1.2, 1.2, 81), rng.normal(0, 1, 81))
     blush = np.clip(0.62 + 0.55 * (x + 0.4 * y) / 0.66 + 0.10 * streaks + 0.10 * _noise(rng, x.shape, (7, 8)), 0, 1)
     skin = _mix([0.88, 0.60, 0.16], [0.70, 0.07, 0.09], blush)
@@ -138,7 +138,8 @@ def _marble(x: np.ndarray, y: np.ndarray, soft: float) -> tuple[np.ndarray, np.n
     z = np.sqrt(np.clip(1 - depth**2, 0, 1))
     normal = np.stack([x / radius, y / radius, z], axis=-1)
     rim = np.clip(1 - z, 0, 1) ** 1.5
-    glow = np.clip(normal @ np.array([0.48, 0.60, 0.30]), 0, 1) ** 2  # what the lens gathers lies opposite the light
+    # light that the lens gathers lies opposite to its source
+    glow = np.clip(normal @ np.array([0.48, 0.60, 0.30]), 0, 1) ** 2
     swirl = np.exp(-(((x + 0.09 * np.sin(17 * y + 0.6)) / 0.036) ** 2)) * z
     color = _mix([0.30, 0.58, 0.72], [0.07, 0.20, 0.36], np.clip(1.2 * rim, 0, 1))
     color = _mix(color, [0.80, 0.96, 0.98], 0.75 * glow)

@@ -25,7 +25,7 @@ from .training.vae import DECODER_PLAN, VAE_PLAN, DecoderTrainer, VAETrainer, fo
 
 
 def train_vae(work: Path, minutes: float) -> bool:
-    """Train the VAE and write it, folded, into `work/model`; True when it is done."""
+    """Train the VAE and write it, folded, into `work/model`; return whether it is finished."""
     trainer = VAETrainer(VAE)
     training = Training(trainer, VAE_PLAN, work / "vae.safetensors")
     done = training.run(trainer.loss, minutes)
@@ -35,7 +35,7 @@ def train_vae(work: Path, minutes: float) -> bool:
 
 
 def train_decoder(work: Path, minutes: float) -> bool:
-    """Train the decoder of the VAE in `work/model` on, and write it there; True when it is done."""
+    """Train the decoder of the VAE in `work/model` further, and write it there; return whether it is finished."""
     trainer = DecoderTrainer(load(find_vae(work / "model" / "vae"), torch.float32))
     training = Training(trainer, DECODER_PLAN, work / "decoder.safetensors")
     done = training.run(trainer.loss, minutes)
@@ -45,7 +45,7 @@ def train_decoder(work: Path, minutes: float) -> bool:
 
 
 def vae_tensors(vae: VAENetwork) -> Mapping[str, Tensor]:
-    """Its weights, and zeros for the layers that only videos use, which other loaders look for."""
+    """The VAE's weights, and zeros for the layers of videos, which other loaders expect."""
     tensors = dict(vae.state_dict())
     widths = [VAE.base_width * m for m in VAE.multipliers]
     heights = [VAE.decoder_base_width * m for m in VAE.multipliers[::-1]]
@@ -63,7 +63,7 @@ def vae_tensors(vae: VAENetwork) -> Mapping[str, Tensor]:
 def train_dit(work: Path, minutes: float, start: Path | None = None, compiled: bool = False) -> bool:
     """Train transformer and encoder on the latents of the VAE in `work/model`, and write them there too.
 
-    `start` is a model to go on from, its VAE too, where `work` holds nothing yet.
+    `start` is a model whose VAE is kept and whose transformer is trained further, where `work` is still empty.
     """
     if start and not (work / "model" / "vae").exists():
         shutil.copytree(start / "vae", work / "model" / "vae")

@@ -1,7 +1,7 @@
-"""The miniature's world: small RGBA scenes, the captions that describe them, and edits that lead from one to another.
+"""The miniature's world: small RGBA scenes, the captions that describe them, and edits from one scene to another.
 
 A scene has one to three shapes on a 3 x 3 grid of places. Within a scene no two shapes share a kind, a colour or a
-place, so each can be named by colour and kind. Everything is drawn from a seeded generator, nothing is stored.
+place, so each can be named by colour and kind. Everything is drawn from a seeded generator; nothing is stored.
 `reader.py` reads pictures back into scenes.
 """
 
@@ -34,7 +34,7 @@ GROUNDS = {
     "beige": (222, 202, 164),
     "brown": (110, 72, 45),
 }
-SIZES = {"small": 0.105, "big": 0.14}  # radius, in shorter sides of the picture
+SIZES = {"small": 0.105, "big": 0.14}  # radius, as a share of the picture's shorter side
 PLACES = {
     "top left": (-1, -1),
     "top": (0, -1),
@@ -46,18 +46,18 @@ PLACES = {
     "bottom": (0, 1),
     "bottom right": (1, 1),
 }
-JITTER = 0.015  # how far from the middle of its place a shape may sit, in shorter sides
-SPREAD = 0.305  # from one place to the next, in sides of the picture
-HELD_OUT = 16  # one prompt in so many is kept from training
+JITTER = 0.015  # largest offset of a shape from the middle of its place, as a share of the shorter side
+SPREAD = 0.305  # distance between neighbouring places, as a share of the side
+HELD_OUT = 16  # one prompt in this many is excluded from training
 OVERSAMPLING = 4
 
-# How far a kind's corners lie from its middle, in radii, so that all kinds look equally large.
+# Distance of a kind's corners from its middle, in radii, so that all kinds look equally large.
 _CORNERS = {"square": (4, 1.25, 1.25, math.pi / 4), "triangle": (3, 1.3, 1.3, 0.0), "star": (10, 1.3, 0.6, 0.0)}
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One shape. `shift` is its offset (x, y) from the middle of its place, in shorter sides of the picture."""
+    """One shape. `shift` is its offset (x, y) from the middle of its place, as a share of the shorter side."""
 
     kind: str
     color: str
@@ -80,7 +80,7 @@ class Scene:
 
 @dataclass(frozen=True)
 class Task:
-    """What the model is asked: paint `result` from a prompt and references. `kind` names the sort of edit."""
+    """A task for the model: paint `result` from a prompt and references. `kind` names the sort of edit."""
 
     kind: str
     prompt: str
@@ -89,7 +89,7 @@ class Task:
 
     @property
     def held_out(self) -> bool:
-        """Whether training must not see this prompt over these references."""
+        """Whether this prompt with these references is excluded from training."""
         told = "|".join([self.prompt, *(caption(scene) for scene in self.references)])
         return zlib.crc32(told.encode()) % HELD_OUT == 0
 
@@ -98,14 +98,14 @@ class Task:
 
 
 def middle(shape: Shape, width: int, height: int) -> tuple[float, float]:
-    """Where a shape's middle lies, in pixels."""
+    """The middle of a shape, in pixels."""
     unit, (column, row) = min(width, height), PLACES[shape.place]
     x, y = width * (0.5 + SPREAD * column), height * (0.5 + SPREAD * row)
     return x + shape.shift[0] * unit, y + shape.shift[1] * unit
 
 
 def silhouette(kind: str, radius: float, at: tuple[float, float], width: int, height: int) -> Image.Image:
-    """Coverage of one shape as an 8-bit grey picture, edges smooth."""
+    """Coverage of one shape as an 8-bit grey picture with smooth edges."""
     mask = Image.new("L", (width * OVERSAMPLING, height * OVERSAMPLING))
     x, y, r = (value * OVERSAMPLING for value in (*at, radius))
     draw = ImageDraw.Draw(mask)
@@ -132,7 +132,7 @@ def draw_ground(ground: tuple[str, ...], width: int, height: int) -> np.ndarray:
 
 
 def draw(scene: Scene, width: int = 96, height: int = 96) -> Image.Image:
-    """The scene as an RGBA picture; fully transparent pixels are black."""
+    """Draw the scene as an RGBA picture; fully transparent pixels are black."""
     pixels = draw_ground(scene.ground, width, height)
     for shape in scene.shapes:
         radius = SIZES[shape.size] * min(width, height)
@@ -166,7 +166,7 @@ def caption(scene: Scene) -> str:
 
 
 def random_ground(rng: Random) -> tuple[str, ...]:
-    """Half plain, a quarter gradients, a quarter transparent."""
+    """Draw a random ground: half are plain, a quarter gradients, a quarter transparent."""
     chance = rng.random()
     if chance < 0.25:
         return ()
@@ -178,7 +178,7 @@ def random_shift(rng: Random) -> tuple[float, float]:
 
 
 def random_scene(rng: Random, fewest: int = 1, most: int = 3) -> Scene:
-    """One shape as often as two, three half as often."""
+    """Draw a random scene. One shape is as likely as two, three are half as likely."""
     count = rng.choices(range(fewest, most + 1), [(2, 2, 1)[n - 1] for n in range(fewest, most + 1)])[0]
     kinds, colors = rng.sample(KINDS, count), rng.sample(list(COLORS), count)
     places = rng.sample(list(PLACES), count)
@@ -246,7 +246,7 @@ def _cut_out(rng: Random) -> Task:
 
 
 def _combine(rng: Random) -> Task:
-    """The shape of one reference, on its own ground and place, in the colour of the other's."""
+    """Combine two references: the shape of one, on its own ground and place, in the other's colour."""
     scenes, shape = _pair(rng), rng.randrange(2)
     kept, color = scenes[shape], scenes[1 - shape].shapes[0].color
     result = replace(kept, shapes=(replace(kept.shapes[0], color=color),))
@@ -255,14 +255,14 @@ def _combine(rng: Random) -> Task:
 
 
 def _copy(rng: Random) -> Task:
-    """One of two references as it is: it teaches to tell them apart by their numbers alone."""
+    """Copy one of two references, which teaches the model to tell them apart by their numbers."""
     scenes, number = _pair(rng), rng.randrange(2)
     prompt = f"The shape of <image{number + 1}> in the color of <image{number + 1}>."
     return Task("copy", prompt, tuple(scenes), scenes[number])
 
 
 def _pair(rng: Random) -> list[Scene]:
-    """Two scenes of one shape each, in different colours."""
+    """Two scenes with one shape each, in different colours."""
     scenes = [random_scene(rng, most=1) for _ in range(2)]
     while scenes[0].shapes[0].color == scenes[1].shapes[0].color:
         scenes[1] = random_scene(rng, most=1)
@@ -284,11 +284,11 @@ EDITS: dict[str, Callable[[Random], Task]] = {
     "cut out": _cut_out,
     "combine": _combine,
 }
-LESSONS = {"copy": _copy}  # learnt, but not asked for
+LESSONS = {"copy": _copy}  # trained, but never requested
 
 
 def random_task(rng: Random, kind: str, held_out: bool = False) -> Task:
-    """A task of a kind: `paint` (text to image), or one of `EDITS` or `LESSONS`; held out from training, or not."""
+    """Draw a task of a kind: `paint` (text to image), or one of `EDITS` or `LESSONS`; excluded from training or not."""
     while True:
         if kind == "paint":
             scene = random_scene(rng)

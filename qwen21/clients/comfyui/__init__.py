@@ -1,1 +1,1 @@
-"""Running workflows on a ComfyUI somewhere else, over HTTP; its messages need the package websocket-client."""
+"""Run workflows on a remote ComfyUI over HTTP; receiving its messages needs the package websocket-client."""

@@ -1,4 +1,4 @@
-"""Waiting for a workflow: by the server's messages where they come, by asking where they do not."""
+"""Wait for a workflow's end: by the server's messages where they arrive, else by polling."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from .messages import Closed, Messages
 from .server import Server, ServerError
 from .workflow import Workflow
 
-TICK = 0.5  # seconds; how long one wait lasts
-SILENCE = 5.0  # after so long without a message the server is asked
-LOST = 60.0  # after so long without any answer it is given up
-WARNINGS = "qwen21.warnings"  # the message in which our nodes send what is to be heeded, before the work
-KEPT_WARNINGS = "qwen21_warnings"  # the same among what a node put out, which a server gives from its cache too
+TICK = 0.5  # seconds that one wait for a message lasts
+SILENCE = 5.0  # seconds without a message, after which the server is polled
+LOST = 60.0  # seconds without any answer, after which the server counts as gone
+WARNINGS = "qwen21.warnings"  # the type of the message in which our nodes send warnings before they compute
+KEPT_WARNINGS = "qwen21_warnings"  # the same in a node's outputs, which a server also returns from its cache
 
 
 class Bar(Protocol):
-    """What shows the progress: the command line's `ProgressBar`."""
+    """The interface that progress is shown by, such as the command line's `ProgressBar`."""
 
     def stage(self, name: str) -> None: ...
 
@@ -29,7 +29,7 @@ class Bar(Protocol):
 
 
 class Follower:
-    """Follows one workflow to its end. `errors` are the lines of nodes that failed; warnings go to the bar at once."""
+    """Follows one workflow to its end. `errors` holds lines about failed nodes; warnings go to the bar at once."""
 
     def __init__(self, server: Server, socket: Messages | None, workflow: Workflow, prompt_id: str, bar: Bar) -> None:
         self._server, self._socket = server, socket
@@ -39,7 +39,7 @@ class Follower:
         self._warned: set[str] = set()
 
     def wait(self) -> dict[str, Any]:
-        """The history entry of the workflow. Raises `ServerError` when there will be none."""
+        """Wait for the workflow's end; return its history entry. Raises `ServerError` where there will be none."""
         self._bar.stage("waiting in the queue")
         heard = answered = time.monotonic()
         while True:
@@ -57,7 +57,7 @@ class Follower:
                     self._note_end(entry)
                     return entry
                 heard = answered = time.monotonic()
-            except UserError as error:  # no answer, or a proxy's
+            except UserError as error:  # no answer, or the answer of a proxy
                 if now - answered > LOST:
                     raise ServerError(f"{self._server.url}: the server went away during the run") from error
 
@@ -71,7 +71,7 @@ class Follower:
         return None
 
     def _ask(self) -> dict[str, Any] | None:
-        """The history entry, None while the workflow waits or runs."""
+        """The workflow's history entry; None while it waits or runs."""
         queued = self._server.is_queued(self._prompt_id)  # before the history: the server moves it in one step
         entry = self._server.history(self._prompt_id)
         if entry is None and not queued:
@@ -79,9 +79,9 @@ class Follower:
         return entry
 
     def _is_end(self, message: str | bytes) -> bool:
-        """Show what a message tells. True for the last one of the workflow; its history is written by then."""
+        """Show a message; return whether it is the workflow's last, by which time its history is written."""
         if isinstance(message, bytes):
-            return False  # a preview
+            return False  # a preview picture
         try:
             content = json.loads(message)
             kind, data = content["type"], content["data"]
@@ -99,11 +99,11 @@ class Follower:
         elif kind == WARNINGS:
             self._warn(str(data.get("node")), data.get("warnings"))
         elif kind == "execution_error":
-            self._note_error(data)  # a blocked output is told here alone, while the rest of the workflow goes on
+            self._note_error(data)  # a blocked output is reported only here, while the rest of the workflow goes on
         return False
 
     def _warn(self, node: str, warnings: object) -> None:
-        """Show each warning once, by whichever way it came first."""
+        """Show each warning once, whether it came by message or among the outputs."""
         for warning in warnings if isinstance(warnings, list) else ():
             line = f"{self._workflow.label(node)}: {' '.join(str(warning).split())}"
             if line not in self._warned:

@@ -1,4 +1,4 @@
-"""The messages that a ComfyUI server sends while it works, where the package websocket-client is installed."""
+"""Receive the messages that a ComfyUI server sends while it works, if the package websocket-client is installed."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Closed(ConnectionError):
 
 
 class Messages:
-    """A WebSocket that only listens; pings are answered. Use it as a context."""
+    """A WebSocket that only listens and answers pings. A context manager."""
 
     def __init__(self, connection: socket.socket, address: str) -> None:
-        """Shakes hands over `connection` with `address` (ws://...). Raises `Closed` when no WebSocket answers there.
+        """Open a WebSocket over `connection` to `address` (ws://...). Raises `Closed` where no WebSocket answers.
 
-        The connection is the caller's to make, for websocket-client would go through proxies of the environment. No
-        Origin is sent, because ComfyUI compares it with the Host.
+        The caller makes the connection, because websocket-client would go through proxies of the environment. No Origin
+        is sent, because ComfyUI compares it with the Host.
         """
         import websocket
 
@@ -45,7 +45,7 @@ class Messages:
         self._socket.shutdown()  # `close` would wait for the server's answer
 
     def receive(self, timeout: float) -> str | bytes | None:
-        """The next message, text or binary; None when none is complete after `timeout` seconds of silence."""
+        """Return the next message, text or binary; None where none is complete after `timeout` seconds of silence."""
         self._socket.settimeout(timeout)
         try:
             message = self._socket.recv()

@@ -1,4 +1,4 @@
-"""`python -m qwen21 run`: a workflow file through a running ComfyUI, its outputs into a folder."""
+"""The command `run`: execute a workflow file on a running ComfyUI and save its outputs to a folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LONGEST_DETAIL = 300  # characters; a combo's list of values can be longer than 
 
 @dataclass(frozen=True)
 class WorkflowJob:
-    """What the command line asks for. `settings` and `images` as written: NODE.INPUT=VALUE, NODE.INPUT=FILE."""
+    """Arguments of the command. `settings` are NODE.INPUT=VALUE and `images` NODE.INPUT=FILE, as written."""
 
     file: Path
     server: str
@@ -42,7 +42,7 @@ class WorkflowJob:
 
 
 def run(job: WorkflowJob, progress_bar: Callable[[], Any]) -> int:
-    """Runs a job and prints the paths of its outputs; returns the exit code. Raises `UserError` before the run."""
+    """Run a job and print the paths of its outputs; return the exit code. Raises `UserError` before the run starts."""
     workflow = Workflow.read(job.file)
     settings = [workflow.setting(text) for text in job.settings]
     pictures = [workflow.picture(text) for text in job.images]
@@ -56,7 +56,7 @@ def run(job: WorkflowJob, progress_bar: Callable[[], Any]) -> int:
     for node, name, file in pictures:
         _check_input(server, workflow, node, name)
         workflow.set(node, name, server.upload(file))
-    prompt_id = str(uuid.uuid4())  # ours, so that the run can be cancelled from its first moment
+    prompt_id = str(uuid.uuid4())  # chosen here, so that the run can be cancelled from its first moment
     try:
         return _run(job, server, workflow, prompt_id, progress_bar)
     except KeyboardInterrupt:
@@ -74,13 +74,13 @@ def _run(job: WorkflowJob, server: Server, workflow: Workflow, prompt_id: str, p
     with contextlib.ExitStack() as stack:
         socket = None
         if can_listen():
-            with contextlib.suppress(OSError):  # without it the server is asked from time to time
+            with contextlib.suppress(OSError):  # without messages the server is polled
                 socket = stack.enter_context(server.listen(client_id))
         else:
             print(f"qwen21: warning: {UNHEARD}", file=sys.stderr)
         answer = server.post(workflow.nodes, client_id, prompt_id)
         if answer.get("error") or answer.get("node_errors"):
-            server.cancel(prompt_id)  # with one sound output among broken ones the server runs that one
+            server.cancel(prompt_id)  # the server runs a workflow if at least one of its outputs is valid
             raise UserError(f"the server refuses the workflow: {_refusal(workflow, answer)}")
         bar = stack.enter_context(progress_bar())
         follower = Follower(server, socket, workflow, prompt_id, bar)
@@ -114,7 +114,7 @@ def _check_folder(folder: Path) -> None:
 
 
 def _check_input(server: Server, workflow: Workflow, node: str, name: str) -> None:
-    """An input that the workflow leaves out may still be the node's: the server knows."""
+    """Ask the server whether `node` has the input `name`, where the workflow leaves it out."""
     content = workflow.nodes[node]
     if name in content["inputs"]:
         return
@@ -124,7 +124,7 @@ def _check_input(server: Server, workflow: Workflow, node: str, name: str) -> No
 
 
 def _refusal(workflow: Workflow, answer: dict[str, Any]) -> str:
-    """One line from the server's `error` and `node_errors`."""
+    """Format the server's `error` and `node_errors` as one line."""
     reasons = []
     for node, found in (answer.get("node_errors") or {}).items():
         told = [_told(error) for error in found.get("errors", [])]
@@ -141,7 +141,7 @@ def _told(error: dict[str, Any]) -> str:
 
 
 def _files(outputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Every file that a node put out, whatever the node calls it: images, gifs, audio."""
+    """Yield every file that a node put out, whatever key the node uses: images, gifs, audio."""
     for node in outputs.values():
         for value in node.values():
             for item in value if isinstance(value, list) else ():
@@ -157,13 +157,13 @@ def _print_texts(workflow: Workflow, outputs: dict[str, Any]) -> None:
 
 
 def safe_name(name: str) -> str:
-    """The base name of a file the server names: nothing outside of our folder, nothing hidden."""
+    """Base name of a file that the server names: never outside of our folder, never hidden."""
     base = re.sub(r'[\x00-\x1f<>:"|?*]', "_", re.split(r"[/\\]", name)[-1])
     return base.strip(". ") or "output"
 
 
 def _save(server: Server, file: dict[str, Any], folder: Path) -> Path:
-    """Fetch one output and print its path."""
+    """Fetch one output, save it, and print its path."""
     data = server.view(file)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -177,6 +177,6 @@ def _save(server: Server, file: dict[str, Any], folder: Path) -> Path:
 
 
 def _paths(folder: Path, name: str) -> Iterator[Path]:
-    """`name`, then with -1, -2, ... at its stem."""
+    """Yield `name`, then `name` with -1, -2, ... after its stem."""
     stem, suffix = Path(name).stem, Path(name).suffix
     return (folder / (f"{stem}-{number}{suffix}" if number else name) for number in itertools.count())

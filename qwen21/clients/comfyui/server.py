@@ -21,11 +21,11 @@ EXPECTED = "expected such as http://127.0.0.1:8188"
 
 
 class ServerError(RuntimeError):
-    """The server could not finish what it was asked; one line."""
+    """The server could not finish what was asked; the message is one line."""
 
 
 class Server:
-    """One ComfyUI by its address. Connects anew for each request; proxies of the environment are not used."""
+    """One ComfyUI by its address. Every request opens a new connection; proxies of the environment are not used."""
 
     def __init__(self, url: str) -> None:
         self.url = url if "://" in url else f"http://{url}"
@@ -41,12 +41,12 @@ class Server:
         self._prefix = parts.path.rstrip("/")
 
     def check(self) -> None:
-        """Raises `UserError` unless a ComfyUI answers."""
+        """Raise `UserError` unless a ComfyUI answers."""
         if "queue_running" not in self._json("GET", "/queue"):
             raise UserError(f"{self.url}: no ComfyUI answers there; give the address that its log shows")
 
     def listen(self, client_id: str) -> Messages:
-        """The messages to `client_id`. Raises OSError where no WebSocket gets through, e.g. a proxy that has none.
+        """Listen to the messages for `client_id`. Raises OSError where no WebSocket gets through, as with some proxies.
 
         Needs the package websocket-client, see `can_listen`.
         """
@@ -58,15 +58,15 @@ class Server:
         return Messages(connection, address)
 
     def inputs_of(self, class_type: str) -> list[str]:
-        """Names of all inputs of a node class, empty if the server has no such class."""
+        """Names of all inputs of a node class; empty if the server does not know the class."""
         info = self._json("GET", f"/object_info/{quote(class_type, safe='')}").get(class_type, {})
         groups = info.get("input", {})
         return [name for group in ("required", "optional") for name in groups.get(group, {})]
 
     def upload(self, file: Path) -> str:
-        """Put a picture into the server's input folder; returns the value for `LoadImage`'s input.
+        """Put a picture into the server's input folder; return the value for `LoadImage`'s input.
 
-        The server keeps pictures of equal name and other content apart, and returns the name it chose.
+        The server renames a picture whose name is taken by other content, and answers with the name it chose.
         """
         try:
             data = file.read_bytes()
@@ -87,7 +87,7 @@ class Server:
 
     def post(self, nodes: dict[str, Any], client_id: str, prompt_id: str) -> dict[str, Any]:
         """Queue a workflow. Returns the answer: `prompt_id`, or an `error`; with either, `node_errors` by node id."""
-        # extra_pnginfo: without it a sampler has nowhere to leave the report that travels in the saved pictures
+        # extra_pnginfo: the sampler stores its report there, from where it gets into the saved pictures
         body = {"prompt": nodes, "client_id": client_id, "prompt_id": prompt_id, "extra_data": {"extra_pnginfo": {}}}
         status, answer = self.request("POST", "/prompt", json.dumps(body).encode())
         return self._parse("POST", "/prompt", 200 if status == 400 else status, answer)
@@ -98,11 +98,11 @@ class Server:
         return any(item[1] == prompt_id for key in ("queue_running", "queue_pending") for item in queue[key])
 
     def history(self, prompt_id: str) -> dict[str, Any] | None:
-        """What became of a workflow, None before its end."""
+        """History entry of a workflow; None before its end."""
         return self._json("GET", f"/history/{quote(prompt_id, safe='')}").get(prompt_id)
 
     def view(self, file: dict[str, Any]) -> bytes:
-        """The content of a file that a node put out: `filename`, `subfolder`, `type`."""
+        """Fetch the content of a file that a node put out: `filename`, `subfolder`, `type`."""
         query = urlencode({key: file.get(key) or "" for key in ("filename", "subfolder", "type")})
         status, data = self.request("GET", f"/view?{query}")
         if status != 200:
@@ -110,7 +110,7 @@ class Server:
         return data
 
     def cancel(self, prompt_id: str) -> None:
-        """Take a workflow off the queue, and interrupt it if it runs; others go on."""
+        """Remove a workflow from the queue, and interrupt it if it runs. Other workflows go on."""
         for path, body in (("/queue", {"delete": [prompt_id]}), ("/interrupt", {"prompt_id": prompt_id})):
             self.request("POST", path, json.dumps(body).encode(), timeout=CANCEL_TIMEOUT)
 
@@ -122,7 +122,7 @@ class Server:
         content_type: str = "application/json",
         timeout: float = TIMEOUT,
     ) -> tuple[int, bytes]:
-        """Status and body of the answer, whatever they are. Raises `UserError` when there is none."""
+        """Send a request; return status and body of the answer. Raises `UserError` where there is no answer."""
         kind = http.client.HTTPSConnection if self._tls else http.client.HTTPConnection
         headers = {} if body is None else {"Content-Type": content_type}
         try:

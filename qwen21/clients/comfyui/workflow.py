@@ -1,4 +1,4 @@
-"""A workflow in ComfyUI's API format: which node and input a name means, and setting it."""
+"""A workflow in ComfyUI's API format: find the node and input that a name means, and set it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXPORT = "open it in ComfyUI and choose File > Export (API)"
 
 
 class Workflow:
-    """Nodes by id; `set` changes them in place."""
+    """A workflow's nodes by id; `set` changes them in place."""
 
     def __init__(self, nodes: dict[str, dict[str, Any]]) -> None:
         self.nodes = nodes
@@ -38,14 +38,14 @@ class Workflow:
         return cls(nodes)
 
     def label(self, node: str, class_type: str = "") -> str:
-        """How messages call a node; `class_type` serves for nodes that the server added."""
+        """Name of a node for messages. `class_type` is used for nodes that the server added."""
         known = self.nodes.get(node, {"class_type": class_type})
         title = _title(known)
         shown = f' "{title}"' if title not in ("", known["class_type"]) else ""
         return f"node {node}{shown}" + (f" ({known['class_type']})" if known["class_type"] else "")
 
     def find(self, name: str) -> str | None:
-        """Id of the node that `name` means: an id, or else the only class or title of that name."""
+        """Id of the node that `name` means: an id, or the class or title of exactly one node."""
         if name in self.nodes:
             return name
         found = [node for node, content in self.nodes.items() if name in (content["class_type"], _title(content))]
@@ -55,7 +55,7 @@ class Workflow:
         return found[0] if found else None
 
     def setting(self, text: str) -> tuple[str, str, Any]:
-        """(node, input, value) of `NODE.INPUT=VALUE`; the value is JSON, or else a string."""
+        """Parse `NODE.INPUT=VALUE` to (node, input, value). The value is JSON, else a string."""
         target, equals, value = text.partition("=")
         if not equals:
             raise UserError(f"--set {text!r}: expected NODE.INPUT=VALUE")
@@ -63,7 +63,7 @@ class Workflow:
         return node, name, _json_or_string(value)
 
     def picture(self, text: str) -> tuple[str, str, Path]:
-        """(node, input, file) of `NODE.INPUT=FILE`; a node alone means its input `image`."""
+        """Parse `NODE.INPUT=FILE` to (node, input, file). A node alone means its input `image`."""
         target, equals, file = text.partition("=")
         if not equals or not file:
             raise UserError(f"--image {text!r}: expected NODE=FILE or NODE.INPUT=FILE")
@@ -79,7 +79,7 @@ class Workflow:
         self.nodes[node]["inputs"][name] = value
 
     def _target(self, text: str, flag: str, form: str) -> tuple[str, str]:
-        """Node and input of `NODE.INPUT`. Titles and inputs may hold dots: the longest NODE that exists wins."""
+        """Parse `NODE.INPUT` to node and input. Names may contain dots: the longest NODE that exists wins."""
         cuts = [i for i, character in enumerate(text) if character == "." and 0 < i < len(text) - 1]
         for cut in reversed(cuts):
             if (node := self.find(text[:cut])) is not None:
@@ -94,8 +94,10 @@ class Workflow:
 
 
 def _unwrapped(content: Any) -> Any:
-    """The nodes in `{"prompt": {...}}`, the form that servers take; anything else as it is. A node may be called
-    `prompt` too: it has a class."""
+    """Return the nodes in `{"prompt": {...}}`, the form that servers take, and anything else unchanged.
+
+    A node may also have the id `prompt`; it is recognised by its class.
+    """
     inner = content.get("prompt") if isinstance(content, dict) else None
     return inner if isinstance(inner, dict) and "class_type" not in inner else content
 
@@ -106,13 +108,13 @@ def _title(node: dict[str, Any]) -> str:
 
 
 def _is_link(value: Any) -> bool:
-    """Whether an input's value is a wire: [id of the node, number of its output]."""
+    """Whether an input's value is a link: [id of the node, index of its output]."""
     return isinstance(value, list) and len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], int)
 
 
 def _json_or_string(text: str) -> Any:
     def refuse(constant: str) -> NoReturn:
-        raise ValueError(constant)  # NaN and Infinity are no JSON
+        raise ValueError(constant)  # NaN and Infinity are not JSON
 
     try:
         return json.loads(text, parse_constant=refuse)

@@ -1,4 +1,4 @@
-"""How the miniature's transformer and encoder learn: flow matching on paintings and edits of the toy world."""
+"""Train the miniature's transformer and encoder: flow matching on paintings and edits of the toy world."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DIT_PLAN = Plan(
     hidden=lambda name, value: value.ndim == 2 and ("_blocks." in name or ".layers." in name or ".blocks." in name),
 )
 BATCH = 32
-KINDS = {  # pictures are learnt in half the steps that it takes to leave alone what an edit must not touch
+KINDS = {  # edits get the larger share, because preserving the rest takes twice the steps of painting
     "paint": 26,
     "recolor": 9,
     "move": 12,
@@ -40,15 +40,15 @@ KINDS = {  # pictures are learnt in half the steps that it takes to leave alone 
     "copy": 5,
 }
 SIZES = {(96, 96): 17, (128, 128): 1, (128, 96): 1, (96, 128): 1}
-EXCHANGED = 0.5  # share of batches whose encoder sees two references in the wrong order: their slots alone tell
-DROPPED = 0.1  # share of batches without prompts, so that guidance has something to guide from
-SHIFT = 2.0  # noise levels lean towards noise, as the schedule's do
-SHIFT_OF_TWO = 12.0  # which of two references is meant, only the highest levels must ask: below, the target shows it
+EXCHANGED = 0.5  # share of batches whose encoder sees two references swapped, so that only their slots tell them apart
+DROPPED = 0.1  # share of batches without prompts, for classifier-free guidance
+SHIFT = 2.0  # shifts noise levels towards noise, as the schedule does
+SHIFT_OF_TWO = 12.0  # of two references, only the highest levels learn which is meant: below, the target shows it
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Tasks whose prompts have one length and whose pictures one size."""
+    """Tasks whose prompts have one length and whose pictures have one size."""
 
     ids: Tensor  # [B, S]
     layout: TokenLayout
@@ -58,7 +58,7 @@ class Batch:
 
 
 def make_batch(vae: VAE, tokenizer: Tokenizer, rng: Random) -> Batch:
-    """Random tasks of one kind. The kind and the length are drawn first, so that long prompts stay as likely."""
+    """Draw tasks of one kind. The kind and the length are drawn first, so that long prompts stay as likely."""
     kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
     size = rng.choices(list(SIZES), list(SIZES.values()))[0]
     dropped = rng.random() < DROPPED
@@ -88,7 +88,7 @@ def _latents(vae: VAE, pictures: list) -> Tensor:
 
 
 class Batches(Dataset):
-    """The batch of every step, each drawn from the step's own number."""
+    """The batch of each step, drawn from the step's own number."""
 
     def __init__(self, vae: VAE, tokenizer: Tokenizer, steps: range, seed: int):
         self.vae, self.tokenizer, self.steps, self.seed = vae, tokenizer, steps, seed
@@ -101,17 +101,17 @@ class Batches(Dataset):
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor) -> Tensor:
-    """Attention written out: on a CPU the gradient of PyTorch's own takes three times as long."""
+    """Compute attention explicitly: on a CPU the gradient of PyTorch's own attention takes three times as long."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     return scores.masked_fill(~mask, -1e4).softmax(-1).to(v.dtype) @ v
 
 
 class DiTTrainer(nn.Module):
-    """Transformer and encoder, which learn together; `loss` is what they learn from."""
+    """Transformer and encoder, which are trained together on `loss`."""
 
     def __init__(self, compiled: bool = False) -> None:
         super().__init__()
-        # One compiled block serves all: a third faster, for a minute or two at the start.
+        # One compiled block serves all: a third faster, after a minute or two of compiling.
         self.run_block = torch.compile(run_whole_block, dynamic=True) if compiled else run_whole_block
         self.dit = module_of("dit", DIT, attend=attend).to_empty(device="cpu")
         self.encoder = module_of("encoder", ENCODER).to_empty(device="cpu")
@@ -126,13 +126,13 @@ class DiTTrainer(nn.Module):
             self.dit.proj_out.weight.zero_()
 
     def batches(self, vae: VAE, tokenizer: Tokenizer, first: int) -> Iterator[Batch]:
-        """The batches from step `first` on, made by a process beside this one."""
+        """Yield the batches from step `first` on, made by a worker process."""
         dataset = Batches(vae, tokenizer, range(first, DIT_PLAN.steps), DIT_PLAN.seed)
         return iter(DataLoader(dataset, batch_size=None, num_workers=1, prefetch_factor=8))
 
     def loss(self, batch: Batch, generator: torch.Generator) -> Tensor:
         count = len(batch.target)
-        # One noise level from each equal part of the range: less chance in the loss.
+        # One noise level from each equal part of the range, which lowers the variance of the loss.
         even = (torch.arange(count) + torch.rand(count, generator=generator)) / count
         shift = SHIFT_OF_TWO if len(batch.references) > 1 else SHIFT
         sigma = shift * even / (1 + (shift - 1) * even)

@@ -1,7 +1,7 @@
-"""The whole model over a batch, with gradients: what training runs in place of prefill and denoise.
+"""Run the whole model over a batch, with gradients: training uses it in place of prefill and denoise.
 
 All prompts of a batch have one length and all pictures one place in the sequence, so nothing is padded. The sequence
-is computed at once under a mask, as `tests/support/dense_reference.py` does for one prompt; sampling never comes here.
+is computed at once under a mask, as `tests/support/dense_reference.py` does for one prompt. Sampling does not use it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ...sequence import ImageSegment, block_ids, prefix_layout
 def text_states(encoder: TextEncoder, ids: Tensor, layout: TokenLayout, patches: Sequence[Tensor]) -> Tensor:
     """States [B, T, width] of the kept tokens.
 
-    ids [B, S] differ within a batch, their `layout` does not; `patches` holds for each reference of the prompt what
-    `vision_patches` makes of the pictures of the batch, one after another.
+    ids [B, S] differ within a batch, their `layout` does not. `patches` holds, for each reference of the prompt, the
+    result of `vision_patches` for the batch's pictures, concatenated.
     """
     hidden = encoder.language_model.embed_tokens(ids)
     pictures = []
@@ -56,7 +56,7 @@ def run_whole_block(
     rope: Tensor,
     mask: Tensor,
 ) -> Tensor:
-    """A block over the whole sequence x [B, S, width], each token with its own scales and gates."""
+    """Run a block over the whole sequence x [B, S, width], each token with its own scales and gates."""
     q, k, v = block.attn.qkv(_norm(x, block.eps) * scale1, rope)
     x = x + gate1 * block.attn.output(attend(q, k, v, mask=mask))
     return x + gate2 * block.img_mlp(_norm(x, block.eps) * scale2)
@@ -77,8 +77,8 @@ def velocity(
 ) -> Tensor:
     """Velocity [B, C, h, w] of targets [B, C, h, w] at noise levels sigma [B].
 
-    text [B, T, text_width]; references [B, C, h, w] normalised latents, each behind its slot's number of text tokens.
-    `run_block` is `run_whole_block`, or a compiled one.
+    text [B, T, text_width]; references [B, C, h, w] are normalised latents, each placed after `slots[i]` text tokens.
+    `run_block` is `run_whole_block`, or a compiled version of it.
     """
     grid = tuple(target.shape[-2:])
     layout = prefix_layout(text.shape[1], slots, [tuple(reference.shape[-2:]) for reference in references])
@@ -109,7 +109,7 @@ def velocity(
     *blocks, last = dit.transformer_blocks
     for block in blocks:
         x = run_block(block, dit.attend, x, scale1, gate1, scale2, gate2, rope, mask)
-    # Of the last block's output only the target is read.
+    # Only the target is read from the last block's output.
     q, k, v = last.attn.qkv(_norm(x, last.eps) * scale1, rope)
     x, gate1, scale2, gate2 = (part[:, layout.length :] for part in (x, gate1, scale2, gate2))
     x = x + gate1 * last.attn.output(dit.attend(q[:, :, layout.length :], k, v, mask=mask[layout.length :]))

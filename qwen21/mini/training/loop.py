@@ -1,6 +1,6 @@
-"""What the trainings of the miniature's parts share: optimiser, running mean of weights, resuming, loss curve.
+"""The training loop of the miniature's parts: optimiser, running mean of weights, resuming, loss curve.
 
-A step draws everything from its own number, so that a training that was stopped goes on exactly as if it had not been.
+A step draws all its randomness from its own number, so a resumed training continues exactly as if uninterrupted.
 """
 
 from __future__ import annotations
@@ -21,37 +21,40 @@ from torch import Tensor, nn
 
 from ...atomic_write import write_together
 
-LossOf = Callable[[int, Random, torch.Generator], Tensor]  # of a step's number, and two ways to draw by chance
+LossOf = Callable[[int, Random, torch.Generator], Tensor]  # arguments: the step's number and two random generators
 
 WARM_UP = 200  # steps
 SAVE_SECONDS = 120
 CLIP = 1.0
-STATES = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")  # what optimisers keep of a parameter
+STATES = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")  # what optimisers store per parameter
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How long and how fast a part learns. `decay` is that of the running mean of weights; `hidden` says, by name and
-    value, which weights are of hidden layers."""
+    """Length and learning rates of a training.
+
+    `decay` is that of the running mean of weights; `hidden` says by name and value whether a weight is of a hidden
+    layer.
+    """
 
     steps: int
     rate: float
     hidden: Callable[[str, Tensor], bool]
-    cool_down: float = 0.25  # of the steps
+    cool_down: float = 0.25  # share of the steps
     decay: float = 0.999
     weight_decay: float = 0.01
     seed: int = 0
 
     def rate_at(self, step: int) -> float:
-        """Linear warm-up, level, and down to nothing over the last part: a longer plan changes nothing before that."""
+        """Learning rate of a step: linear warm-up, constant, decay to zero. A longer plan only changes the decay."""
         return self.rate * min(1, (step + 1) / WARM_UP, (self.steps - step) / (self.cool_down * self.steps))
 
 
 @dataclass
 class Optimiser:
-    """Muon for the weights of hidden layers, which it teaches in half the steps, and AdamW for the rest.
+    """Muon for the weights of hidden layers, which halves the number of steps, and AdamW for the rest.
 
-    Muon takes matrices alone, so it sees each weight flat: `seen` are parameters of the same storage by name.
+    Muon only takes matrices, so `seen` holds each weight by name as a flattened parameter of the same storage.
     """
 
     network: nn.Module
@@ -82,7 +85,7 @@ class Optimiser:
             part.step()
 
     def states(self) -> dict[str, Tensor]:
-        """What it keeps of each parameter, by `key.name`."""
+        """What the optimisers store of each parameter, by `key.name`."""
         return {
             f"{key}.{name}": kept
             for name, value in self.seen.items()
@@ -98,7 +101,7 @@ class Optimiser:
 
 
 class Training:
-    """A network that learns, with all that a later run needs to go on: `file` holds it, its `.png` the loss curve."""
+    """A network in training and the state to resume it: `file` stores both, a `.png` beside it the loss curve."""
 
     def __init__(self, network: nn.Module, plan: Plan, file: Path):
         self.network, self.plan, self.file = network, plan, file
@@ -110,7 +113,7 @@ class Training:
             self._resume()
 
     def run(self, loss_of: LossOf, minutes: float = math.inf) -> bool:
-        """Learn until the plan's end, or for so many minutes; True at the end."""
+        """Train until the plan's end, or for `minutes`; return whether the end is reached."""
         started = saved = time.monotonic()
         recent: list[float] = []
         self.network.train()
@@ -130,7 +133,7 @@ class Training:
         return self.step >= self.plan.steps
 
     def advance(self, loss_of: LossOf) -> float:
-        """One step; returns its loss."""
+        """Run one step; return its loss."""
         rng = Random(f"{self.plan.seed}/{self.step}")
         generator = torch.Generator().manual_seed(rng.getrandbits(60))
         loss = loss_of(self.step, rng, generator)
@@ -146,7 +149,7 @@ class Training:
         return loss.item()
 
     def use_mean(self) -> nn.Module:
-        """The network with the running mean of its weights, ready to be used."""
+        """Return the network with the running mean of its weights, ready for use."""
         with torch.no_grad():
             for name, value in self.network.named_parameters():
                 value.copy_(self.mean[name])
@@ -177,7 +180,7 @@ class Training:
 
 
 def draw_curve(losses: list[tuple[int, float]], width: int = 640, height: int = 320) -> Image.Image:
-    """The losses over the steps, on a logarithmic scale."""
+    """Draw the losses over the steps, on a logarithmic scale."""
     image = Image.new("RGB", (width, height), "white")
     pen = ImageDraw.Draw(image)
     values = [math.log(max(loss, 1e-12)) for _, loss in losses]

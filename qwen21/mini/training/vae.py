@@ -1,7 +1,7 @@
-"""How the miniature's VAE learns: pictures of the toy world through 64 latent channels, each near a standard normal.
+"""Train the miniature's VAE: pictures of the toy world through 64 latent channels, each near a standard normal.
 
-First both halves learn together. Then the decoder learns on alone, from the latents of shapes under more noise, until
-it draws sharp edges even where the transformer erred a little.
+First encoder and decoder learn together. Then the decoder alone learns further, from latents of shapes with more noise,
+until it draws sharp edges even where the transformer is slightly wrong.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def _hidden(name: str, value: Tensor) -> bool:
 VAE_PLAN = Plan(steps=6000, rate=1.2e-3, hidden=_hidden)
 DECODER_PLAN = Plan(steps=5600, rate=6e-4, hidden=_hidden)
 SIZES = ((96, 96), (128, 128), (128, 96), (96, 128))
-CROP, CROPS = 48, 28  # most steps see crops: what a convolution learns, it learns from small pictures too
-WHOLE_FROM, WHOLES = 0.85, 8  # the last part of the training sees whole pictures
-NOISE = 0.1  # on latents while learning, so that small errors of the transformer stay small
+CROP, CROPS = 48, 28  # most steps use crops, because convolutions learn from small pictures as well
+WHOLE_FROM, WHOLES = 0.85, 8  # the last part of the training uses whole pictures
+NOISE = 0.1  # on latents during training, so that small errors of the transformer stay small in pictures
 MOST_NOISE = 0.5  # while the decoder learns alone
 LATENT_SIZE = 1e-4  # weight of the latents' mean square, which keeps them near unit size
 
@@ -46,7 +46,7 @@ def pixels(rng: Random, crop: int | None, count: int) -> Tensor:
 
 
 def shape_pixels(rng: Random, crop: int, count: int) -> Tensor:
-    """Pictures [count, 4, crop, crop] in [-1, 1], each cut out around a shape of a scene that is full of them."""
+    """Pictures [count, 4, crop, crop] in [-1, 1], each a crop around a shape of a scene with many shapes."""
     pictures = []
     for _ in range(count):
         (width, height), scene = SIZES[0], random_scene(rng, fewest=3)
@@ -64,7 +64,7 @@ def _stacked(pictures: list[np.ndarray]) -> Tensor:
 
 
 def picture_error(got: Tensor, wanted: Tensor) -> Tensor:
-    """Errors of alpha and of the picture over black and over white: colours count as far as they are seen."""
+    """Errors of alpha, and of the picture over black and white, so that colours count as far as visible."""
     (got_color, got_alpha), (color, alpha) = (((x + 1) / 2).split([3, 1], dim=1) for x in (got, wanted))
     black = got_color * got_alpha - color * alpha
     white = black - got_alpha + alpha
@@ -73,13 +73,13 @@ def picture_error(got: Tensor, wanted: Tensor) -> Tensor:
 
 
 class VAETrainer(nn.Module):
-    """The VAE; `loss` is what it learns from. Its latents are normalised ones: `fold` makes them raw."""
+    """The VAE in training; `loss` is minimised. Its latents are normalised ones: `fold` makes them raw."""
 
     def __init__(self, config: VAEConfig):
         super().__init__()
         self.vae = VAE(config)
         for layer in self.modules():
-            if isinstance(layer, nn.Conv2d):  # PyTorch's own start is a third as large, and learns no colours for long
+            if isinstance(layer, nn.Conv2d):  # PyTorch's default, a third as large, learns no colours for long
                 nn.init.kaiming_normal_(layer.weight, nonlinearity="linear")
                 nn.init.zeros_(layer.bias)
 
@@ -94,7 +94,7 @@ class VAETrainer(nn.Module):
 
 
 class DecoderTrainer(nn.Module):
-    """A trained VAE whose decoder learns on; its encoder, and so its latents, stay."""
+    """A trained VAE whose decoder is trained further, while its encoder, and so its latents, stay the same."""
 
     def __init__(self, vae: VAE):
         super().__init__()
@@ -117,9 +117,9 @@ class DecoderTrainer(nn.Module):
 
 @torch.no_grad()
 def fold(vae: VAE) -> VAE:
-    """Latents in the released range: its mean and deviation go into the two 1x1 convolutions beside the latents.
+    """Scale latents to the released range: fold mean and deviation into the 1x1 convolutions beside them.
 
-    The encoder's other half is the log of the variance, which nothing here reads: it becomes that of the noise.
+    The encoder's other output is the log-variance, which nothing here reads: it is set to that of the noise.
     """
     channels = vae.config.latent_channels
     mean, std = torch.tensor([vae.config.latents_mean, vae.config.latents_std])
