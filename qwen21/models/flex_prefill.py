@@ -1,7 +1,7 @@
-"""A prefix in one pass: every layer of all its tokens at once, under a mask of blocks that FlexAttention skips by.
+"""Prefill of a whole prefix in one pass, with FlexAttention and a block mask that lets it skip unseen blocks.
 
-Beside `DiT.prefill`, which goes KV block by KV block: as exact, but it rounds differently, and all tokens' activations
-are alive at once. `tests.bench.paths` times one beside the other.
+An alternative to `DiT.prefill`, which runs KV block by KV block. It is as exact, but rounds differently and holds the
+activations of all tokens at once. `tests.bench.paths` compares the times of both.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from ..prefix import NATIVE, Codec, KVBlock, Prefix
 from ..sequence import PrefixLayout, block_ids, prefix_layout
 from .dit import DiT
 
-BLOCK = 128  # tokens a side of the mask's blocks
-MOST_UNCOMPILED = 2048  # tokens: beyond, plain FlexAttention would hold gigabytes of scores
+BLOCK = 128  # tokens per side of the mask's blocks
+MOST_UNCOMPILED = 2048  # tokens; above, uncompiled FlexAttention would hold gigabytes of scores
 
 
 class FlexPrefill:
-    """Prefills whole prefixes; compiled once for all lengths on a GPU, once for each on a CPU."""
+    """Prefills whole prefixes. Compiled once for all lengths on a GPU, once for each length on a CPU."""
 
     def __init__(self, compiled: bool = True) -> None:
         self._compiled = compiled
@@ -39,7 +39,7 @@ class FlexPrefill:
         storage: torch.device | str | None = None,
         check_cancel: Callable[[], None] = lambda: None,
     ) -> Prefix:
-        """As `DiT.prefill`. Raises `UserError` too where it is not compiled and the prefix is long."""
+        """K and V of a prefix, as `DiT.prefill` returns. Raises `UserError` also for a long prefix if not compiled."""
         dit.check_inputs(text, references)
         layout = prefix_layout(text.shape[0], slots, [tuple(r.shape[-2:]) for r in references])
         if not self._compiled and layout.length > MOST_UNCOMPILED:
@@ -57,7 +57,7 @@ class FlexPrefill:
         for block in (*before, last):
             check_cancel()
             q, k, v = block.qkv(x, modulation, rope, dit.kernels)
-            parts = (side.split([kv_block.tokens for kv_block in prefix.kv_blocks], dim=2) for side in (k, v))
+            parts = (tensor.split([kv_block.tokens for kv_block in prefix.kv_blocks], dim=2) for tensor in (k, v))
             for kv_block, keys, values in zip(prefix.kv_blocks, *parts, strict=True):
                 kv_block.append(keys.clone(), values.clone(), storage, len(dit.transformer_blocks))
             if block is not last:  # nothing reads the last block's output
@@ -70,13 +70,13 @@ class FlexPrefill:
         if not self._compiled:
             return flex_attention
         if device.type not in self._attend:
-            # On a CPU the kernel for any length does not compile (PyTorch 2.13).
+            # A kernel with dynamic lengths does not compile on a CPU (PyTorch 2.13).
             self._attend[device.type] = torch.compile(flex_attention, dynamic=device.type != "cpu")
         return self._attend[device.type]
 
 
 def block_mask(layout: PrefixLayout, device: torch.device) -> BlockMask:
-    """Who sees whom: text what is before it, an image block all of itself as well."""
+    """The attention mask of a prefix: every token sees those before it, an image token also all of its image."""
     blocks = torch.tensor(block_ids(layout), device=device)
 
     def sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

@@ -45,11 +45,11 @@ class LayerReader:
         if layer >= self._layers:
             self._ahead = []
         elif self._stream is None:
-            self._ahead = [self._to_device(kv_block.layers[layer]) for kv_block in self._kv_blocks]
+            self._ahead = [self._brought(kv_block.layers[layer]) for kv_block in self._kv_blocks]
         else:
             with torch.cuda.stream(self._stream):
-                self._ahead = [self._to_device(kv_block.layers[layer]) for kv_block in self._kv_blocks]
+                self._ahead = [self._brought(kv_block.layers[layer]) for kv_block in self._kv_blocks]
 
-    def _to_device(self, layer: tuple[Parts, Parts]) -> tuple[Parts, Parts]:
+    def _brought(self, layer: tuple[Parts, Parts]) -> tuple[Parts, Parts]:
         keys, values = (tuple(part.to(self._device, non_blocking=True) for part in parts) for parts in layer)
         return keys, values
