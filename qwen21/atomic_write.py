@@ -1,4 +1,4 @@
-"""Files that appear whole and together, or not at all."""
+"""Atomic writes: files appear complete and all together, or not at all."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from .errors import UserError
 
 
 def write_together(contents: Mapping[Path, bytes | Callable[[BinaryIO], None]]) -> None:
-    """Write every file beside its place first, then move all there. `UserError` if one cannot be written.
+    """Write every file under a temporary name in its folder, then rename all. `UserError` if one cannot be written.
 
-    A function writes what is too large to be held into the stream it is given. Whatever happens on the way, an
-    interrupt too, none of the new files is left.
+    A content too large for memory is given as a function that writes it to a stream. If anything fails or is
+    interrupted, none of the new files is left.
     """
-    parts = {path: path.parent / f".{uuid.uuid4().hex}.part" for path in contents}  # same folder: moving is atomic
-    new: list[Path] = []  # moved to their places, where nothing was before
+    parts = {path: path.parent / f".{uuid.uuid4().hex}.part" for path in contents}  # renaming within a folder is atomic
+    new: list[Path] = []  # renamed to paths where no file was before
     try:
         for path, part in parts.items():
             check_writable(path)
@@ -46,9 +46,9 @@ def write_together(contents: Mapping[Path, bytes | Callable[[BinaryIO], None]]) 
 
 
 def write_new(paths: Iterable[Path], content: bytes) -> Path:
-    """Write a file, whole or not at all, at the first of these paths where nothing is yet; returns that path.
+    """Write `content` atomically to the first of `paths` that does not exist yet; returns that path.
 
-    An empty file takes the place first, so that of two who write at once each gets a path of its own.
+    An empty file reserves the path first, so that two concurrent writers get different paths.
     """
     path = next(path for path in paths if _take(path))
     try:
@@ -75,12 +75,12 @@ def _unwritable(path: Path, error: OSError | ValueError) -> UserError:
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a path that is no place for a file, before any work is done."""
+    """Raise `UserError` if no file can be written at `path`. For use before any work is done."""
     try:
         if not path.parent.is_dir():
             raise UserError(f"the folder {str(path.parent)!r} does not exist; make it first, or write elsewhere")
         with suppress(FileNotFoundError):
-            if not stat.S_ISREG(path.stat().st_mode):  # a folder, or a device that moving would replace
+            if not stat.S_ISREG(path.stat().st_mode):  # a folder, or a device that renaming would replace
                 raise UserError(f"{str(path)!r} is not a file; expected the name of the file to write")
         if not os.access(path.parent, os.W_OK):
             raise UserError(f"the folder {str(path.parent)!r} cannot be written to; write elsewhere")

@@ -1,4 +1,4 @@
-"""Prompts and references as their networks encoded them, remembered between runs, each with what made it."""
+"""Caches of encoded prompts and references, kept between runs; each entry knows what it was computed from."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-CONTEXT_SHARE = 8  # contexts are kept while so many of their size are free in RAM
+CONTEXT_SHARE = 8  # reference contexts are kept while RAM has this many times their size free
 
 
 @dataclass(frozen=True, eq=False)
 class EncodedPrompt:
-    """A prompt's text states behind its references."""
+    """A prompt's text states, encoded after its references, and their origin."""
 
     text: TextStates
     origin: TextOrigin
@@ -30,18 +30,19 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, eq=False)
 class EncodedReference:
-    """A reference's normalised latent [64, h, w]."""
+    """A reference's normalised latent [64, h, w], and a name of its pixels and of the VAE that encoded it."""
 
     latent: Tensor
     origin: str
 
 
 class ReferenceContexts(dict[tuple[str, ...], "ReferenceContext"]):
-    """Contexts of the references that were read last, by the digests up to each: what `TextEncoder.encode` reads and
-    fills."""
+    """Contexts of the latest references, keyed by the digests of the references up to and including each.
+    `TextEncoder.encode` reads and fills it."""
 
     def keep_only(self, digests: tuple[str, ...]) -> None:
-        """Keep those of these references alone, in RAM, if they may be: for a new prompt or more references behind."""
+        """Keep in RAM, where it has room, only the contexts of the references `digests`: a run with another prompt or
+        further references can reuse them."""
         names = [digests[: i + 1] for i in range(len(digests))]
         kept = {name: self[name] for name in names if name in self}
         self.clear()
@@ -50,7 +51,7 @@ class ReferenceContexts(dict[tuple[str, ...], "ReferenceContext"]):
 
 
 class LRUCache(Generic[T]):
-    """The last few things that were made, by what they were made of."""
+    """The `limit` most recently used values, by key."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -60,8 +61,8 @@ class LRUCache(Generic[T]):
         return iter(self._made.values())
 
     def get(self, key: Callable[[], Hashable], make: Callable[[], T]) -> T:
-        """What `key()` names, made where it is missing. The key is asked again once it is made: the making may read a
-        network's file, which may not be the one that lay there before."""
+        """The value under `key()`, from `make()` where it is missing. `make` may load a network from a file that was
+        replaced meanwhile, so `key` is called again afterwards."""
         name = key()
         if name not in self._made:
             made = make()

@@ -1,5 +1,4 @@
-"""One branch of the guidance, positive or negative: a prefix per different prompt, and the velocity of a batch behind
-them."""
+"""One guidance branch, positive or negative: a prefix for each different prompt, and the velocity of a batch."""
 
 from __future__ import annotations
 
@@ -19,11 +18,11 @@ from .sequence import PrefixLayout
 
 
 class GuidanceBranch:
-    """`prompts` holds one for each picture of the batch.
+    """The prefixes and denoising steps of one guidance branch; `prompts` holds one prompt per picture of the batch.
 
-    `service` gives the prefix service of a run whose activations take so many bytes. Inputs are computed in `dtype` on
-    `device`. With `fused` the transformer's products are fused, which its activations depend on; with `graphs` steps
-    may be recorded.
+    `service` takes the bytes of a run's activations and returns its prefix service. Inputs are cast to `dtype` and
+    moved to `device`. `fused` says whether the transformer's linear layers are fused, which changes the size of its
+    activations. With `graphs`, steps may be recorded as CUDA graphs.
     """
 
     def __init__(
@@ -54,12 +53,13 @@ class GuidanceBranch:
         self._steps: dict[int, Step] = {}
 
     def facts(self) -> list[PrefixFacts]:
-        """Facts of each different prompt's prefix, computing those that are missing."""
+        """Facts of each different prompt's prefix; prefixes that are missing are computed."""
         found = {id(prompt): self._prefix(prompt) for prompt in self.prompts}.values()
         return [PrefixFacts.of(prefix, reuse) for prefix, reuse in found]
 
     def velocity(self, x: Tensor, sigma: float) -> Tensor:
-        """v [B, C, h, w]. Rows of one prompt run as one batch, different prompts one after another."""
+        """Velocity [B, C, h, w] of latents `x` at `sigma`. Rows with one prompt run as one batch, different prompts one
+        after another."""
         if not self.resolved.request.prefix_cache:
             self._prefixes.clear()
             self._steps.clear()
@@ -72,7 +72,7 @@ class GuidanceBranch:
         return result
 
     def _step(self, prefix: Prefix, rows: int) -> Step:
-        """A step behind `prefix` for `rows` rows."""
+        """The denoising step of `rows` targets behind `prefix`, recorded as a CUDA graph where `graphs` allows."""
         service, contiguous = self._service(rows, prefix.layout), None
         if self.resolved.request.prefix_cache:
             h, w = self.resolved.grid
@@ -84,7 +84,7 @@ class GuidanceBranch:
         return self.graphs.of(step, lambda: placement.spare() >= placement.working)
 
     def _service(self, rows: int, layout: PrefixLayout) -> PrefixService:
-        """The prefix service beside the activations of `rows` targets behind a prefix."""
+        """The prefix service for a run with the activations of `rows` targets behind a prefix of `layout`."""
         h, w = self.resolved.grid
         tokens = layout.kv_block_tokens
         return self.service(working_bytes(self.dit.config, rows, h * w, tokens, self.dtype, self.fused))

@@ -1,4 +1,4 @@
-"""The public way to a pipeline: `load`."""
+"""`load`, the public function that makes a pipeline from a model's files."""
 
 from __future__ import annotations
 
@@ -45,18 +45,19 @@ def load(
     kv_budget: float | None = None,
     keep_loaded: bool | None = None,
 ) -> Pipeline:
-    """A pipeline over a model's files. Reads their headers; weights are read by the first `Pipeline.generate`.
+    """A pipeline for a model's files. Reads their headers; the first `Pipeline.generate` reads the weights.
 
     `model` is a whole-model folder in the diffusers layout, or `qwen21-mini`, the bundled miniature. `dit`, `encoder`,
-    `vae` and `tokenizer` are files or folders in place of its parts, or all of the model. The other names are those of
-    the command line's flags: `dtype` auto, fp32, bf16, fp16 or fp8 (with `keep`, the layers it leaves alone), `device`
-    auto, cpu or cuda, `loras` files with or without a strength, `kv_budget` GiB that prefixes may keep between runs.
-    `keep_loaded` keeps all three networks in memory between runs; None: where they fit into half of what is free.
+    `vae` and `tokenizer` are files or folders that replace its parts, or make up the model without `model`. The other
+    parameters are named as the command line's flags: `dtype` is auto, fp32, bf16, fp16 or fp8 (`keep` names the layers
+    that fp8 leaves alone), `device` is auto, cpu or cuda, `loras` are files with or without a strength, and
+    `kv_budget` is the GiB that stored prefixes may take between runs. `keep_loaded` keeps all three networks in memory
+    between runs; None keeps them where they fit into half of the free memory.
 
-    One pipeline serves one thread at a time: runs share its networks and their state. `Pipeline.generate` takes a
-    `Watch` with callbacks for stages, steps and warnings, and a `check_cancel` that is called between blocks and steps
-    and ends the run by raising, for example `Cancelled`; the pipeline can be used again afterwards. Raises `UserError`
-    with what to do where files are missing, damaged, or do not belong together.
+    One pipeline serves one thread at a time, because runs share its networks and their state. `Pipeline.generate`
+    takes a `Watch` with callbacks for stages, steps and warnings, and a `check_cancel` that is called between blocks
+    and steps and ends the run by raising, for example `Cancelled`; the pipeline can be used again afterwards. Raises
+    `UserError` with what to do where files are missing, damaged, or do not belong together.
     """
     if kv_storage not in KV_STORAGES or kv_device not in KV_DEVICES or attention not in ATTENTIONS:
         raise UserError(
@@ -101,7 +102,7 @@ def _places(model: File | None, parts: dict[str, File | None], tokenizer: File |
 
 
 def _fitting(choices: Sequence[torch.dtype], files: ModelFiles, fp8: Fp8 | None) -> torch.dtype:
-    """The first dtype in which the largest network's weights fit into RAM, else the last."""
+    """The first of `choices` in which the largest network's weights fit into RAM, else the last."""
     ram = available_ram()
     largest = {dtype: max(estimate.weight_bytes(part, dtype, fp8) for part in files.parts) for dtype in choices}
     return next((dtype for dtype in choices if largest[dtype] <= ram), choices[-1])

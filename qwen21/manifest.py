@@ -1,4 +1,4 @@
-"""What a rerun must pin, as JSON that travels in the picture. No absolute paths."""
+"""The manifest: all that a rerun must repeat, as JSON stored in the picture's metadata. It holds no absolute paths."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def library_versions() -> dict[str, str]:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a manifest says of the networks and of how they ran, beside the request and its prefixes."""
+    """What a manifest says about the networks and how they ran, besides the request and its prefixes."""
 
     files: ModelFiles
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class RunFacts:
 def build_manifest(
     run: RunFacts, resolved: ResolvedRequest, slots: Sequence[int], prefixes: Sequence[PrefixFacts]
 ) -> dict[str, Any]:
-    """The manifest of a finished run; `slots` are the image slots of its first prompt, whose prefix comes first."""
+    """The manifest of a finished run; `slots` are the image slots of its first prompt, `prefixes[0]` is its prefix."""
     request = resolved.request
     return {
         "model": {
@@ -125,12 +125,12 @@ def _references(resolved: ResolvedRequest, slots: Sequence[int], prefix: PrefixF
 
 
 def _digest(image: Image.Image | None) -> str | None:
-    """A name of a picture's content."""
+    """A short hash of a picture's mode, size and pixels; None without a picture."""
     if image is None:
         return None
     return hashlib.sha256(f"{image.mode}{image.size}".encode() + image.tobytes()).hexdigest()[:16]
 
 
 def _compact(values: tuple[float, ...]) -> float | list[float]:
-    """One number where all steps have the same."""
+    """A single number where all `values` are equal, else their list."""
     return values[0] if len(set(values)) == 1 else list(values)

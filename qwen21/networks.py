@@ -1,5 +1,4 @@
-"""The three networks of a model: where they compute and in which dtype, loaded when their stage comes, then kept or
-released."""
+"""The three networks of a model: their device and dtype, and loading each on demand, to be kept or released."""
 
 from __future__ import annotations
 
@@ -32,10 +31,10 @@ def pick_device(name: str) -> torch.device:
 
 
 def dtypes(name: str, device: torch.device) -> tuple[torch.dtype, ...]:
-    """What a `--dtype` choice computes in: the first of these that fits in memory.
+    """The compute dtypes of a `--dtype` choice, the preferred one first: the first that fits in memory is used.
 
     `auto` is bf16 on CUDA, which the model was released in, and fp32 elsewhere, or bf16 where that does not fit. `fp8`
-    is about weights alone, and computes as `auto`.
+    concerns weights only and computes as `auto`.
     """
     if name in ("auto", "fp8"):
         return tuple(DTYPES[each] for each in (("bf16",) if device.type == "cuda" else ("fp32", "bf16")))
@@ -53,7 +52,7 @@ def require_prefill(prefill: str, compiled: bool) -> None:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free memory of a GPU, what PyTorch keeps for reuse included; None for a CPU, where RAM is all there is."""
+    """Free bytes of a GPU, including what PyTorch's allocator keeps for reuse; None for a CPU, which uses RAM."""
     if device.type != "cuda":
         return None
     kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
@@ -69,10 +68,10 @@ def fit_together(files: ModelFiles, dtype: torch.dtype, device: torch.device, fp
 
 @dataclass
 class Networks:
-    """Loads each network on demand. `reserve` is asked for the bytes of its weights before they are read.
+    """Loads each network on demand. `reserve` is called with the bytes of its weights before they are read.
 
-    With `keep_loaded` networks stay until the end; otherwise each is dropped by `release`, so that the largest alone
-    must fit. LoRAs, with their strengths, go beside the transformer's weights.
+    With `keep_loaded` all networks stay loaded; otherwise `release` drops each, so that only the largest must fit.
+    `loras`, each with its strength, are computed beside the transformer's weights.
     """
 
     files: ModelFiles
@@ -86,7 +85,7 @@ class Networks:
     _loaded: dict[str, tuple[Any, str]] = field(default_factory=dict, repr=False)
 
     def get(self, name: str) -> Any:
-        """The network `name`: dit, encoder or vae."""
+        """The network `name` (dit, encoder or vae), loaded where it is not yet."""
         if name not in self._loaded:
             part, dtype = getattr(self.files, name), self.vae_dtype if name == "vae" else self.dtype
             self.reserve(estimate.weight_bytes(part, dtype, self.fp8))
@@ -99,14 +98,14 @@ class Networks:
         return self._loaded[name][0]
 
     def release(self, name: str) -> None:
-        """Drop a network whose stage is over, unless networks are kept."""
+        """Drop the network `name`, whose stage is over, unless `keep_loaded`."""
         if not self.keep_loaded:
             self._loaded.pop(name, None)
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
     def made_by(self, name: str) -> str:
-        """A name of a network's weights and dtype: as loaded, else as its files are now."""
+        """A string that identifies a network's weights and dtype: as loaded, else as its files are now."""
         if name in self._loaded:
             return self._loaded[name][1]
         return self._made_with(name, getattr(self.files, name).stamp())
@@ -115,7 +114,7 @@ class Networks:
         return f"{stamp} {self.vae_dtype if name == 'vae' else self.dtype} {self.fp8}"
 
     def room(self) -> int:
-        """Free bytes where the networks compute."""
+        """Free bytes of the device that the networks compute on."""
         free = free_bytes(self.device)
         return estimate.available_ram() if free is None else free
 
@@ -126,10 +125,10 @@ class Networks:
 
     @property
     def fuses(self) -> bool:
-        """Whether products of the transformer are fused: on a CPU it brings nothing."""
+        """Whether the transformer's linear layers are fused; by default on a GPU only, as a CPU gains nothing."""
         return self.device.type == "cuda" if self.backend.fuses is None else self.backend.fuses
 
     @property
     def vae_dtype(self) -> torch.dtype:
-        """The VAE's values can exceed what fp16 holds, so fp16 runs decode in fp32."""
+        """The VAE's dtype: fp32 in fp16 runs, because its values can exceed the range of fp16."""
         return torch.float32 if self.dtype == torch.float16 else self.dtype

@@ -2,7 +2,7 @@
 
     references -> text states and slots -> reference latents -> prefix -> denoised latent -> pictures
 
-`generate` reads top to bottom. Everything that can be refused is refused before a weight is loaded.
+`Pipeline.generate` reads top to bottom. Whatever can be refused is refused before a weight is loaded.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from .watch import Watch
 
 @dataclass(frozen=True)
 class Result:
-    """Pictures, their latents [B, 64, h, w] (normalised, fp32), the manifest of the run, and what became of its
-    prefixes, the positive ones first."""
+    """The pictures of a run, their latents [B, 64, h, w] (normalised, fp32), its manifest, and facts of its prefixes,
+    the positive ones first."""
 
     images: list[Image.Image]
     latents: Tensor
@@ -57,11 +57,11 @@ class Result:
 
 @dataclass
 class Pipeline:
-    """The three networks of a model, each loaded when its stage comes, and what runs leave for the next.
+    """A model's three networks, each loaded when its stage comes, and the results that later runs reuse.
 
-    With `keep_loaded` networks stay for the next run; otherwise each is dropped after its stage, so that the largest
-    alone must fit. Text states, reference latents and, in the `store`, prefixes stay either way: a run pays only for
-    what no earlier one has made.
+    With `keep_loaded` the networks stay for the next run; otherwise each is dropped after its stage, so that only the
+    largest must fit. Text states, reference latents and the prefixes in `store` are kept in both cases, so that a run
+    computes only what no earlier run has computed.
     """
 
     files: ModelFiles
@@ -70,19 +70,19 @@ class Pipeline:
     kv_device: str = "auto"
     codec: str = "auto"
     keep_loaded: bool = False
-    loras: Sequence[tuple[Lora, float]] = ()  # with their strengths
-    fp8: Fp8 | None = None  # block linears that are not quantized yet are kept in fp8
-    kernels: Kernels | None = None  # those of the back end, else the best that need no compiler
-    attention: str = "auto"  # see `ops.attention_backends.choose_attention`
+    loras: Sequence[tuple[Lora, float]] = ()  # each with its strength
+    fp8: Fp8 | None = None  # linear layers of blocks that are not quantized yet are stored in fp8
+    kernels: Kernels | None = None  # None: those of the back end, else the fastest that need no compiler
+    attention: str = "auto"  # a name that `ops.attention_backends.choose_attention` takes
     prefill: str = "segments"  # or flex, with compiled kernels; see `models/flex_prefill.py`
-    cuda_graph: bool = False  # replay steps whose launches hold the GPU up; see `sampling/cuda_graph.py`
-    notes: Sequence[str] = ()  # of how it was set up, to be told of each run
+    cuda_graph: bool = False  # replay steps that are bound by launches; see `sampling/cuda_graph.py`
+    notes: Sequence[str] = ()  # warnings about the setup, repeated in every run
     store: Store = field(default_factory=lambda: Store(estimate.store_budget()))
-    networks: Networks | None = field(default=None, repr=False)  # made unless given
+    networks: Networks | None = field(default=None, repr=False)  # None: built from the fields above
     _attend: tuple[str, AttentionFunction] | None = field(default=None, repr=False)
-    # A few MiB each at most.
+    # An encoded prompt takes a few MiB at most.
     _prompts: LRUCache[EncodedPrompt] = field(default_factory=lambda: LRUCache(32), repr=False)
-    # With the name of the encoder that made them.
+    # The name of the encoder that made the contexts, and the contexts.
     _contexts: tuple[str, ReferenceContexts] = field(default_factory=lambda: ("", ReferenceContexts()), repr=False)
     _references: LRUCache[EncodedReference] = field(default_factory=lambda: LRUCache(64), repr=False)
 
@@ -97,7 +97,7 @@ class Pipeline:
 
     @torch.inference_mode()
     def generate(self, request: Request, watch: Watch | None = None) -> Result:
-        """Paint. Raises `UserError` for what cannot be done, before loading wherever that is possible."""
+        """Paint `request`. Raises `UserError` for what cannot be done, before weights are loaded where possible."""
         watch = watch or Watch()
         resolved = resolve_request(request, self.files)
         watch.on_stage("checking the files")
@@ -124,7 +124,7 @@ class Pipeline:
     def _encode_prompts(
         self, resolved: ResolvedRequest, watch: Watch
     ) -> tuple[list[EncodedPrompt], EncodedPrompt | None]:
-        """Each different prompt, and the negative where a step is guided."""
+        """The encoded prompt of each picture, and the encoded negative prompt, None where no step is guided."""
         from .inputs.tokenizer import load_tokenizer
 
         watch.on_stage("reading the prompt")
@@ -133,10 +133,10 @@ class Pipeline:
         prompts = dict.fromkeys(
             (*resolved.request.prompt_list, *([resolved.request.negative] if resolved.guided else []))
         )
-        # Before weights are read, for this refuses what cannot be encoded.
+        # Done before weights are read, because this refuses prompts that cannot be encoded.
         ids = {prompt: layout_tokens(prompt, tokenizer, grids).ids for prompt in prompts}
         digests = tuple(reference.digest for reference in resolved.references)
-        vision: dict[str, Any] = {}  # features of each reference, shared by all prompts of the run
+        vision: dict[str, Any] = {}  # vision features of each reference, shared by all prompts of the run
 
         def encode(prompt: str) -> EncodedPrompt:
             encoder = self.networks.get("encoder")
@@ -167,7 +167,7 @@ class Pipeline:
         return [made[prompt] for prompt in resolved.request.prompt_list], negative
 
     def _current_contexts(self) -> ReferenceContexts:
-        """Those of the encoder as it is loaded."""
+        """The stored reference contexts, emptied where another encoder made them."""
         if self._contexts[0] != (made_by := self.networks.made_by("encoder")):
             self._contexts = made_by, ReferenceContexts()
         return self._contexts[1]
@@ -187,7 +187,7 @@ class Pipeline:
         return [self._references.get(partial(name, each), partial(encode, each)) for each in resolved.references]
 
     def _encode_start(self, resolved: ResolvedRequest, watch: Watch) -> Start | None:
-        """The picture to start from, and the mask of what may change."""
+        """The latent of the init image and the mask of what may change; None without an init image."""
         if resolved.request.init_image is None:
             return None
         picture = images.fit(resolved.request.init_image, resolved.size)
@@ -196,7 +196,7 @@ class Pipeline:
         return Start(latent, None if mask is None else images.latent_mask(mask, resolved.grid).to(self.device))
 
     def _encode_picture(self, picture: Image.Image, watch: Watch) -> Tensor:
-        """[1, 64, h, w], normalised, in the VAE's dtype."""
+        """The normalised latent [1, 64, h, w] of `picture`, in the VAE's dtype."""
         vae = self.networks.get("vae")
         pixels = images.to_vae_pixels(picture).to(self.device, self.networks.vae_dtype)
         self._reserve_for_vae(picture.size, decode=False)
@@ -213,7 +213,7 @@ class Pipeline:
         start: Start | None,
         watch: Watch,
     ) -> tuple[Tensor, list[PrefixFacts]]:
-        """The denoised latent [B, 64, h, w] and facts of the prefixes behind which it was denoised, positive first."""
+        """The denoised latent [B, 64, h, w], and facts of the prefixes it was denoised behind, positive ones first."""
         watch.on_stage("reading the transformer")
         dit: DiT = self.networks.get("dit")
         self._speed_up(dit, resolved, watch)
@@ -256,11 +256,11 @@ class Pipeline:
         )
         for warning in graphs.warnings() if graphs else ():
             watch.on_warning(warning)
-        # Facts, not the prefixes: those would stay on the device while the picture is decoded.
+        # The facts do not hold the prefixes, which would stay on the device while the picture is decoded.
         return latent, facts
 
     def _speed_up(self, dit: DiT, resolved: ResolvedRequest, watch: Watch) -> None:
-        """Give a transformer its kernels, once for all runs."""
+        """Set the pointwise kernels and the attention function of `dit`, chosen once for all runs."""
         if not self.kernels.ready:
             watch.on_stage("compiling")
             self.kernels.prepare(dit.config, self.dtype, self.device, fp8=dit.multiplies_fp8)
@@ -277,7 +277,7 @@ class Pipeline:
         dit.kernels, dit.attend = self.kernels, self._attend[1]
 
     def _decode(self, latent: Tensor, watch: Watch) -> list[Image.Image]:
-        """Latents [B, 64, h, w] to RGBA pictures, one after another."""
+        """RGBA pictures of `latent` [B, 64, h, w], decoded one after another."""
         watch.on_stage("decoding")
         vae = self.networks.get("vae")
         pictures = []
@@ -291,54 +291,54 @@ class Pipeline:
         return pictures
 
     def warnings(self, resolved: ResolvedRequest) -> list[str]:
-        """What of a plan, of the LoRAs or of the prefix's place was not as asked."""
+        """Warnings about the setup, the resolved request, the LoRAs and flags that have no effect."""
         turbo = [(lora.name, lora.turbo) for lora, strength in self.loras if strength and lora.turbo]
         unfit = turbo_warnings(resolved.schedule.kind, resolved.schedule.steps, 1.0, turbo)
-        vain = [*ineffective_flags(self.kv_device, self.device.type != "cpu"), *self._ineffective_cuda_graph(resolved)]
         return [
             *self.notes,
             *resolved.warnings,
             *unfit,
             *(line for lora, _ in self.loras for line in lora.warnings),
-            *vain,
+            *ineffective_flags(self.kv_device, self.device.type != "cpu"),
+            *self._ineffective_cuda_graph(resolved),
         ]
 
     def _ineffective_cuda_graph(self, resolved: ResolvedRequest) -> list[str]:
-        """Why a run that shall record steps will not."""
+        """A warning where `cuda_graph` is set but no step of the run will be recorded."""
         if not self.cuda_graph:
             return []
         gpu = self.device.type == "cuda"
         return graph.ineffective_flags(gpu, resolved.schedule.steps, resolved.request.prefix_cache, self.attention)
 
     def _prefix_identity(self, resolved: ResolvedRequest, codec: str) -> ModelIdentity | RunLocal:
-        """Under which identity other runs may reuse this run's prefixes."""
+        """The identity under which other runs may reuse this run's prefixes, or why none may."""
         if not resolved.request.prefix_cache:
             return RunLocal("off", "the prefix cache is off")
         return self.identity(codec)
 
     def identity(self, codec: str) -> ModelIdentity:
-        """What the K and V of this pipeline's prefixes depend on besides their inputs."""
+        """The identity of the model that makes K and V: all they depend on besides a prefix's inputs."""
         patches = ", ".join(sorted(f"{lora.digest} at {strength}" for lora, strength in self.loras if strength))
         made_by = self.networks.made_by("dit")
         return ModelIdentity(made_by, str(self.dtype), codec, patches, self.device.type, self.prefill)
 
     def placement(self, working: int) -> Placement:
-        """Where prefixes are kept beside `working` bytes of activations."""
+        """The placement of prefixes beside `working` bytes of activations."""
         free, ram = partial(free_bytes, self.device), estimate.available_ram
         return Placement(self.kv_device, self.device, working, self.store, free, ram, self._evict)
 
     @property
     def attention_name(self) -> str:
-        """The kernel that the last run attended with."""
+        """The name of the attention kernel of the last run, or of the setting before the first run."""
         return self.attention if self._attend is None else self._attend[0]
 
     def _reserve(self, nbytes: int) -> None:
-        """Have stored prefixes leave the device, as far as it lacks so much free memory."""
+        """Evict stored prefixes from the device until `nbytes` are free there."""
         if self.device.type != "cpu" and (lacking := nbytes - free_bytes(self.device)) > 0:
             self._evict(lacking)
 
     def _evict(self, nbytes: int, exclude: Sequence[KVBlock] = ()) -> int:
-        """Move so many bytes of stored prefixes from the device to RAM, older ones first; returns how many."""
+        """Move at least `nbytes` of stored prefixes from the device to RAM, oldest first; returns the bytes moved."""
         return self.store.release(nbytes, self.device, "memory was short", to=RAM, exclude=exclude)
 
     def _reserve_for_vae(self, size: tuple[int, int], decode: bool) -> None:

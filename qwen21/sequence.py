@@ -1,8 +1,8 @@
-"""Where every token of the sequence sits: segments, positions, block ids. Integers only, no tensors.
+"""The token sequence: segments, positions and block ids. Integers only, no tensors.
 
 The sequence is `text[0:s1], ref1, text[s1:s2], ref2, ..., text[sK:T], target`. Everything before the target is the
-prefix. A text token at counter p sits at (p, p, p) and advances p by one; an image block of h x w tokens sits at
-(p, i, j) on a grid centred on zero and advances p by max(h, w).
+prefix. A text token at position counter p has the position (p, p, p) and advances p by one; the tokens of an image of
+h x w have the positions (p, i, j), with i and j centred on zero, and the image advances p by max(h, w).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Grid = tuple[int, int]  # (height, width) in latent tokens
 
 @dataclass(frozen=True)
 class TextSegment:
-    """Text tokens `first` to `first + length - 1` of the states, causal among themselves."""
+    """Text states `first` to `first + length - 1`, with causal attention among themselves."""
 
     offset: int  # first token's index in the sequence
     position: int  # position counter at the first token
@@ -30,7 +30,7 @@ class TextSegment:
 
     @property
     def states(self) -> slice:
-        """Its part of the text states."""
+        """The slice of the text states that this segment holds."""
         return slice(self.first, self.first + self.length)
 
     @property
@@ -38,18 +38,18 @@ class TextSegment:
         return self.offset + self.length
 
     def axes(self) -> tuple[range, range, range]:
-        """Positions along (frame, height, width); for text the three run together."""
+        """Positions along (frame, height, width); the three are equal for text."""
         run = range(self.position, self.position + self.length)
         return run, run, run
 
 
 @dataclass(frozen=True)
 class ImageSegment:
-    """One image block of height x width tokens, row-major, whose tokens all see each other."""
+    """One image of height x width tokens, row-major, whose tokens all attend to each other."""
 
     offset: int
     position: int
-    index: int  # which reference; the target has the number of references
+    index: int  # number of the reference, from 0; for the target, the count of references
     height: int
     width: int
 
@@ -66,7 +66,7 @@ class ImageSegment:
         return self.offset + self.length
 
     def axes(self) -> tuple[range, range, range]:
-        """Positions along (frame, height, width): one frame, and the outer product of the two other ranges."""
+        """Positions along (frame, height, width): the tokens are the outer product of the three ranges."""
         return range(self.position, self.position + 1), _centred(self.height), _centred(self.width)
 
 
@@ -90,23 +90,23 @@ class PrefixLayout:
 
     @property
     def kv_blocks(self) -> tuple[tuple[Segment, ...], ...]:
-        """The segments in the runs that are computed together: a text with the image that follows it.
+        """The segments of each KV block, which is computed in one pass: an image with the text before it.
 
-        The few tokens between two references would each cost a pass over all weights; together they cost none. A KV
-        block depends on nothing behind it, so a head of KV blocks rounds the same whatever follows.
+        The few tokens between two references would cost a pass over all weights of their own. A KV block depends on
+        nothing after it, so the KV blocks at the beginning round the same whatever follows.
         """
         kv_blocks: list[tuple[Segment, ...]] = []
-        waiting: tuple[Segment, ...] = ()
+        pending: tuple[Segment, ...] = ()
         for segment in self.segments:
-            waiting = (*waiting, segment)
+            pending = (*pending, segment)
             if isinstance(segment, ImageSegment):
-                kv_blocks.append(waiting)
-                waiting = ()
-        return (*kv_blocks, waiting) if waiting else tuple(kv_blocks)
+                kv_blocks.append(pending)
+                pending = ()
+        return (*kv_blocks, pending) if pending else tuple(kv_blocks)
 
     @property
     def kv_block_tokens(self) -> tuple[int, ...]:
-        """Tokens of each KV block."""
+        """The number of tokens of each KV block."""
         return tuple(kv_block[-1].stop - kv_block[0].offset for kv_block in self.kv_blocks)
 
     @property
@@ -114,14 +114,14 @@ class PrefixLayout:
         return sum(isinstance(segment, ImageSegment) for segment in self.segments)
 
     def target(self, grid: Grid) -> ImageSegment:
-        """The target block that follows this prefix."""
+        """The target's segment, which follows this prefix."""
         return ImageSegment(self.length, self.position, self.references, *grid)
 
 
 def prefix_layout(text_tokens: int, slots: Sequence[int], grids: Sequence[Grid]) -> PrefixLayout:
-    """Lay out `text_tokens` text states with one reference grid spliced in at each slot.
+    """Lay out `text_tokens` text states with one reference grid inserted at each slot.
 
-    A slot is the number of text tokens before its reference. Raises `UserError` where slots and grids do not agree.
+    A slot is the number of text tokens before its reference. Raises `UserError` where `slots` and `grids` do not match.
     """
     _check_slots(text_tokens, slots, grids)
     segments: list[Segment] = []
@@ -158,9 +158,9 @@ def _check_slots(text_tokens: int, slots: Sequence[int], grids: Sequence[Grid]) 
 
 
 def settle_slots(slots: Sequence[int], latents: int, text_tokens: int) -> tuple[tuple[int, ...], str | None]:
-    """Slots for `latents` reference latents, and a warning where the two differ in number.
+    """One slot for each of `latents` reference latents, and a warning where `slots` has another number of entries.
 
-    As in ComfyUI's core, latents beyond the slots go to the end of the text, and slots beyond the latents are left out.
+    As in ComfyUI's core, surplus latents go to the end of the text, and surplus slots are dropped.
     """
     missing = latents - len(slots)
     if missing > 0:
@@ -173,7 +173,7 @@ def settle_slots(slots: Sequence[int], latents: int, text_tokens: int) -> tuple[
 
 
 def drop_spans(tokens: int, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[int]]:
-    """Indices of the tokens outside the spans (start, length), and the number of those before each span: its slot."""
+    """Indices of the tokens outside all `spans` (start, length), and each span's slot: the number of them before it."""
     dropped: set[int] = set()
     slots = []
     for start, length in spans:
@@ -183,7 +183,8 @@ def drop_spans(tokens: int, spans: Sequence[tuple[int, int]]) -> tuple[list[int]
 
 
 def block_ids(layout: PrefixLayout, target: Grid | None = None) -> list[int]:
-    """For each token -1 for text, else the number of its image block. Query i sees key j if i >= j or ids match."""
+    """The block id of each token: -1 for text, else its image's index. Query i sees key j if i >= j, or if both belong
+    to one image."""
     segments = [*layout.segments, *([layout.target(target)] if target else [])]
     return [
         segment.index if isinstance(segment, ImageSegment) else -1

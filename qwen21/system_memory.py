@@ -1,4 +1,4 @@
-"""How much RAM the machine has, and how much of it is free."""
+"""Total and available RAM of the machine."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ GIB = 2**30
 
 
 def total_ram() -> int:
-    """Bytes of RAM."""
+    """Bytes of RAM that the machine has."""
     return psutil.virtual_memory().total
 
 
 def available_ram() -> int:
-    """Bytes that new tensors may take without pushing others out, caches that the system would give up included."""
+    """Bytes that new tensors may take without swapping, including caches that the system would drop."""
     return psutil.virtual_memory().available

@@ -10,9 +10,9 @@ from torch import Tensor
 
 @dataclass
 class Watch:
-    """What a caller wants to hear of a run, and its way to stop one."""
+    """Callbacks of a run: its stages, steps and warnings, and `check_cancel`, which stops it by raising."""
 
     check_cancel: Callable[[], None] = lambda: None
     on_step: Callable[[int, int, Tensor], None] = lambda i, n, latent: None
     on_stage: Callable[[str], None] = lambda stage: None
-    on_warning: Callable[[str], None] = lambda warning: None  # of what was not as asked, mostly before the work starts
+    on_warning: Callable[[str], None] = lambda warning: None  # something differs from what was asked

@@ -1,1 +1,1 @@
-"""The networks: diffusion transformer, text encoder and VAE. They know no file and no command line."""
+"""The networks: diffusion transformer, text encoder and VAE. They read no files and know no command line."""

@@ -1,7 +1,7 @@
 """The diffusion transformer: `prefill` for text and references at t = 0, `denoise` for the target at every step.
 
-No prefix state depends on sigma or on the target, so the two never run together. Parameter names are those of the
-released diffusers checkpoint.
+No state of the prefix depends on sigma or on the target, so prefix and target never run in one pass. Parameter names
+are those of the released diffusers checkpoint.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from ..sequence import Segment, TextSegment, prefix_layout
 from .dit_block import Block, Modulation
 
 TIME_FREQUENCIES = 128
-# Prefix tokens whose activations are alive at once. A reference of 1024 x 1024 pixels (4096 tokens) and its text are
-# one chunk, as large as the step of a picture of that size.
+# Prefix tokens whose activations are alive at once. A reference of 1024 x 1024 pixels (4096 tokens) and its text fit
+# into one chunk, which takes as much memory as the denoising step of a picture of that size.
 PREFILL_CHUNK = 4608
 
-Control = Callable[[int, Tensor], Tensor]  # layer, its output [B, N, width] -> what the next layer reads
+Control = Callable[[int, Tensor], Tensor]  # layer index and output [B, N, width] -> input of the next layer
 
 
 class ZeroCentredRMSNorm(nn.Module):
-    """RMS norm in fp32 whose stored weight is the scale minus one. The only raw parameter, so it is cast at use."""
+    """RMS norm in fp32 whose stored weight is the scale minus one. Its weight, the only parameter outside the injected
+    layers, is cast at each use."""
 
     def __init__(self, width: int, eps: float, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
         super().__init__()
@@ -65,10 +66,10 @@ class TimestepEmbedder(nn.Module):
         self.linear_2 = operations.Linear(width, width, bias=False, **kw)
 
     def forward(self, sigma: Tensor, dtype: torch.dtype) -> Tensor:
-        """sigma [] -> embedding [1, width], or [n] -> [n, width].
+        """Embedding [1, width] of sigma [], or [n, width] of sigma [n].
 
-        The rounding of t to the compute dtype and back is the released pipeline's, operation by operation: one ulp of
-        sigma moves latents by 1e-4.
+        t is rounded to the compute dtype and back exactly as in the released pipeline: one ulp of sigma changes
+        latents by 1e-4.
         """
         t = ((sigma.float() * 1000).to(dtype) / 1000).float()
         steps = torch.arange(TIME_FREQUENCIES, dtype=torch.float32, device=sigma.device)
@@ -81,8 +82,8 @@ class TimestepEmbedder(nn.Module):
 class DiT(nn.Module):
     """Qwen-Image 2.1's transformer. Computes in the dtype of its inputs.
 
-    `operations` is the namespace the layers come from (`Linear`, `RMSNorm`); `attend` the attention function; `kernels`
-    run what lies between the matrix products. The last two are those of `default_backend` unless given.
+    `operations` is the namespace of the layers' classes (`Linear`, `RMSNorm`), `attend` the attention function, and
+    `kernels` compute what lies between the matrix products. The last two are those of `default_backend` unless given.
     """
 
     def __init__(
@@ -121,13 +122,13 @@ class DiT(nn.Module):
         attend: AttentionFunction | None = None,
         check_cancel: Callable[[], None] = lambda: None,
     ) -> Prefix:
-        """K and V of a prefix at t = 0, kept by `codec` on the device `storage` (default: where the text states are).
+        """K and V of a prefix at t = 0, packed by `codec` on the device `storage` (default: that of the text states).
 
-        text [T, text_width] are the encoder's states, references [C, h, w] normalised latents, slots the number of
-        text tokens before each. KV blocks of the layout run one after another, every layer of one before the next: none
-        depends on what follows it, and each reads those before it as they are kept. So KV blocks at the `cached` that
-        an earlier prefill of the same states made are taken as they are, and the result is bit-equal either way. Raises
-        `UserError` where widths, channels or slots do not agree.
+        text [T, text_width] are the encoder's states, references [C, h, w] normalised latents, and slots the number of
+        text tokens before each reference. The layout's KV blocks run one after another, all layers of one before the
+        next: none depends on what follows it, and each reads the earlier ones as they are stored. So `cached`, the
+        first KV blocks from an earlier prefill of the same inputs, are reused, and the result is bit-equal either way.
+        Raises `UserError` where widths, channels or slots do not match.
         """
         self.check_inputs(text, references)
         layout = prefix_layout(text.shape[0], slots, [tuple(r.shape[-2:]) for r in references])
@@ -160,11 +161,11 @@ class DiT(nn.Module):
         control: Control | None = None,
         attend: AttentionFunction | None = None,
     ) -> Tensor:
-        """Velocity [B, C, h, w] of target [B, C, h, w] (normalised latents) at noise level sigma, given its prefix,
-        which may be `contiguous` for targets of this size.
+        """Velocity [B, C, h, w] of target [B, C, h, w] (normalised latents) at noise level `sigma`, behind `prefix`;
+        `contiguous` is that prefix laid out for targets of this size.
 
-        `control` is called after each block with its index and output [B, N, width], and returns what the next block
-        reads: a control branch adds its residuals there.
+        `control` is called after each block with its index and output [B, N, width] and returns the next block's
+        input: a control network adds its residuals there.
         """
         attend = attend or self.attend
         grid = target.shape[-2:]
@@ -179,7 +180,7 @@ class DiT(nn.Module):
             attended = prefixed_attention(
                 q, k, v, read(layer) if read else (), contiguous and contiguous[layer], attend
             )
-            del q, k, v  # before the MLP's activations are there
+            del q, k, v  # freed before the MLP allocates its activations
             x = block.attn_out_mlp(x, attended, modulation, self.kernels)
             del attended
             if control is not None:
@@ -199,7 +200,8 @@ class DiT(nn.Module):
         attend: AttentionFunction,
         check_cancel: Callable[[], None],
     ) -> None:
-        """Every layer of one KV block x [1, S, width]: linears chunk by chunk, attention by segments within a chunk."""
+        """Run every layer on x [1, S, width], the tokens of one KV block, and store K and V in `kv_block`. Linear
+        layers run chunk by chunk, attention segment by segment; `before` reads the earlier KV blocks."""
         rope = torch.cat([self.rotation(segment, x.device) for segment in segments])  # [S, ...]
         start, last = segments[0].offset, len(self.transformer_blocks) - 1
         chunks = _even_spans(x.shape[1], PREFILL_CHUNK)
@@ -231,28 +233,28 @@ class DiT(nn.Module):
                     )
                 attended = torch.cat(attended, dim=2)  # [1, H, chunk, D]
                 x[:, chunk] = block.attn_out_mlp(x[:, chunk], attended, modulation, self.kernels)
-            # Before the next layer's K and V are there.
+            # Freed before the next layer allocates its K and V.
             del queries, keys, values, q, attended, seen_keys, seen_values
 
     def embed(self, segment: Segment, text: Tensor, references: Sequence[Tensor]) -> Tensor:
-        """A prefix segment's tokens [1, n, width]."""
+        """Embedded tokens [1, n, width] of a prefix segment."""
         if isinstance(segment, TextSegment):
             return self.txt_in(text[None, segment.states])
         return self.img_in(references[segment.index].to(text).flatten(1).T[None])
 
     def rotation(self, segment: Segment, device: torch.device) -> Tensor:
-        """Of a segment's tokens [S, ...], in the kernels' form."""
+        """RoPE of a segment's S tokens, [S, ...] in the form that the kernels take."""
         return self.kernels.rotation(rotation(segment, self.config.rope_axes, self.config.rope_base, device))
 
     def modulate(self, sigma: Tensor, dtype: torch.dtype) -> tuple[Tensor, Modulation]:
-        """Time embedding [1, width] and the shared modulation at sigma []."""
+        """Time embedding [1, width] and modulation of all blocks at sigma []."""
         embedding = self.time_text_embed["timestep_embedder"](sigma, dtype)
         scale1, gate1, scale2, gate2 = self.modulation(embedding)[0].chunk(4)
         return embedding, Modulation(1 + scale1, gate1.tanh(), 1 + scale2, gate2.tanh())
 
     @property
     def multiplies_fp8(self) -> bool:
-        """Whether products of blocks take their input in FP8."""
+        """Whether linear layers of blocks take their input in FP8."""
         parts = (part for block in self.transformer_blocks for part in (block.attn, block.img_mlp))
         return any(part.takes_fp8 or part.fused_out is not None for part in parts)
 
@@ -271,10 +273,10 @@ class DiT(nn.Module):
 
 
 def fuse(dit: DiT, fp8: bool | None = None) -> int:
-    """Fuse what can be in every block; returns how many products are fused now.
+    """Fuse linear layers of every block that read the same input; returns the number of fused products.
 
-    For weights that stay where they are: moved or cast afterwards, views and whole part. LoRAs must be in force before,
-    their layers are left alone. `fp8` says whether the device multiplies in FP8, by default what it says itself.
+    Weights must not be moved or cast afterwards: the layers' weights would no longer be views of the fused ones. LoRAs
+    must be applied before; their layers are left alone. `fp8` says whether the device multiplies in FP8; None tries it.
     """
     fused_layers = 0
     for block in dit.transformer_blocks:
@@ -284,21 +286,21 @@ def fuse(dit: DiT, fp8: bool | None = None) -> int:
         mlp.fused = fused([mlp.gate_layer, mlp.proj], dtype, fp8)
         fused_layers += sum(part.fused is not None for part in (attention, mlp))
         for part, layer in ((attention, attention.to_out[0]), (mlp, mlp.out)):
-            linear_product = fused([layer], dtype, fp8)
-            part.fused_out = linear_product if linear_product is not None and linear_product.fp8 else None
+            fused_out = fused([layer], dtype, fp8)
+            part.fused_out = fused_out if fused_out is not None and fused_out.fp8 else None
     return fused_layers
 
 
 def _even_spans(tokens: int, limit: int) -> list[slice]:
-    """Up to `limit` tokens each, as equal as they can be: their sizes follow from the length alone."""
+    """The fewest spans of at most `limit` tokens, of nearly equal size: they depend on the number of tokens only."""
     count = -(-tokens // limit)
     return [slice(tokens * i // count, tokens * (i + 1) // count) for i in range(count)]
 
 
 def _pieces(segments: Sequence[Segment], chunk: slice, offset: int) -> Iterator[tuple[int, int, int, bool]]:
-    """The parts of `segments` within a chunk: first and last token, the keys they see, and whether they are causal.
+    """The parts of `segments` within `chunk`: start and stop token, the number of keys seen, and whether it is causal.
 
-    Tokens are counted in the sequence; the chunk is counted from `offset`.
+    Tokens are counted from the start of the sequence, `chunk` from `offset`.
     """
     for segment in segments:
         first, stop = max(segment.offset, offset + chunk.start), min(segment.stop, offset + chunk.stop)
@@ -307,13 +309,13 @@ def _pieces(segments: Sequence[Segment], chunk: slice, offset: int) -> Iterator[
             yield first, stop, stop if causal else segment.stop, causal
 
 
-def _own(contiguous: Tensor, start: int) -> Tensor:
-    """The tokens from `start`, in storage of their own: a view would keep all that comes before them."""
-    return contiguous[:, :, start:].clone() if start else contiguous
+def _own(concatenated: Tensor, start: int) -> Tensor:
+    """The tokens of `concatenated` from `start`, copied: a view would keep those before them in memory."""
+    return concatenated[:, :, start:].clone() if start else concatenated
 
 
 def seconds(device: torch.device) -> float:
-    """The time when the device has done what it was given."""
+    """The time in seconds, once the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

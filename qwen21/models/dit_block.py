@@ -1,4 +1,4 @@
-"""The transformer's block: norm, attention, norm, gated MLP, with scales and gates that all blocks share."""
+"""A block of the diffusion transformer: norm, attention, norm, gated MLP. All blocks share their scales and gates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Modulation:
-    """Scales and gates shared by all blocks at one noise level, each [width]; 1 and tanh already applied."""
+    """Scales (1 already added) and gates (tanh already applied), each [width], of all blocks at one noise level."""
 
     scale1: Tensor
     gate1: Tensor
@@ -27,8 +27,8 @@ class Modulation:
 
 
 class _Fusible(nn.Module):
-    """What `fused.fuse` may change: `fused` is the layers that read the input in one product, `fused_out` stands for
-    the last layer where its input is quantized already."""
+    """A part of a block whose linear layers `models.dit.fuse` may fuse: `fused` computes all layers that read the input
+    in one product, `fused_out` replaces the last layer where its input is already quantized."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class _Fusible(nn.Module):
 
     @property
     def takes_fp8(self) -> bool:
-        """Whether it takes its input quantized."""
+        """Whether the input must be quantized to FP8."""
         return self.fused is not None and self.fused.fp8
 
 
@@ -54,18 +54,18 @@ class Attention(_Fusible):
         self.norm_k = operations.RMSNorm(config.head_dim, eps=config.eps, **kw)
 
     def qkv(self, x: Tensor | Fp8Rows, rope: Tensor, kernels: Kernels = EAGER) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, S, width] -> rotated q, rotated k and v, each [B, H, S, D]."""
+        """q and k with RoPE applied, and v, each [B, H, S, D], of x [B, S, width]."""
         if self.fused is None:
             projected = (layer(x) for layer in (self.to_q, self.to_k, self.to_v))
         else:
             q, k, v = self.fused(x).chunk(3, dim=-1)
-            projected = (q, k, v.contiguous())  # lest the whole product lives as long as v
+            projected = (q, k, v.contiguous())  # a copy, so that the fused output is freed before v
         q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in projected)
         q, k = kernels.qk_norm_rope(q, self.norm_q, rope), kernels.qk_norm_rope(k, self.norm_k, rope)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def output(self, attended: Tensor, kernels: Kernels = EAGER) -> Tensor:
-        """[B, H, S, D] -> [B, S, width]."""
+        """The output projection [B, S, width] of `attended` [B, H, S, D]."""
         x = attended.transpose(1, 2).flatten(2)
         return self.to_out[0](x) if self.fused_out is None else self.fused_out(kernels.quantized(x))
 
@@ -88,7 +88,7 @@ class GatedMLP(_Fusible):
 
 
 class Block(nn.Module):
-    """One transformer block, cut at its attention so that prefill and denoise put their own keys in between."""
+    """One transformer block, in two parts around its attention, because prefill and denoise attend to other keys."""
 
     def __init__(self, config: DiTConfig, operations: ModuleType, **kw) -> None:
         super().__init__()
@@ -99,13 +99,13 @@ class Block(nn.Module):
     def qkv(
         self, x: Tensor, modulation: Modulation, rope: Tensor, kernels: Kernels = EAGER
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x [B, S, width] -> q, k, v [B, H, S, D]."""
+        """q, k and v [B, H, S, D] of the block's input x [B, S, width]."""
         hidden = kernels.norm(x, modulation.scale1, self.eps, fp8=self.attn.takes_fp8)
         return self.attn.qkv(hidden, rope, kernels)
 
     def attn_out_mlp(self, x: Tensor, attended: Tensor, modulation: Modulation, kernels: Kernels = EAGER) -> Tensor:
-        """x and what its tokens attended to [B, H, S, D] -> the block's output [B, S, width]."""
-        # The update in no name of its own: it would live as long as the MLP runs.
+        """The block's output [B, S, width] from its input x and the attention result `attended` [B, H, S, D]."""
+        # The attention's output has no name of its own, so that it is freed before the MLP runs.
         x, hidden = kernels.residual_norm(
             x,
             modulation.gate1,

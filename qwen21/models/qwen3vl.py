@@ -1,4 +1,4 @@
-"""transformers' Qwen3-VL layers without storage, and without the models around them."""
+"""transformers' Qwen3-VL layers, built without weights and taken out of transformers' model classes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import UserError
 
 
 def meta_skeleton(config: EncoderConfig) -> nn.Module:
-    """transformers' Qwen3VLModel of these sizes, without storage."""
+    """transformers' Qwen3VLModel of the sizes in `config`, on the meta device, so without memory for weights."""
     try:
         from transformers import Qwen3VLConfig, Qwen3VLModel
     except ImportError as error:
@@ -21,7 +21,7 @@ def meta_skeleton(config: EncoderConfig) -> nn.Module:
             f"the text encoder needs the package transformers, 4.57 or newer ({error}); update it"
         ) from error
     text_config = to_json(TEXT_KEYS, config.text, without={"rope_base", "mrope_sections"})
-    # Rope is ours; 4.57 cannot be built without this entry, 5.x reads it too.
+    # RoPE is computed in `text_encoder.py`, but transformers 4.57 needs this entry to build; 5.x reads it too.
     text_config["rope_scaling"] = {"rope_type": "default", "mrope_section": list(config.text.mrope_sections)}
     vision_config = to_json(VISION_KEYS, config.vision)
     with torch.device("meta"):
@@ -31,15 +31,15 @@ def meta_skeleton(config: EncoderConfig) -> nn.Module:
 
 
 def plain(model: nn.Module, *names: str) -> nn.Module:
-    """A bare module with these children of a model."""
-    plain = nn.Module()
+    """A plain `nn.Module` with the children `names` of `model`."""
+    module = nn.Module()
     for name in names:
-        plain.add_module(name, getattr(model, name))
-    return plain
+        module.add_module(name, getattr(model, name))
+    return module
 
 
 def inject(module: nn.Module, operations: Any, **where: Any) -> None:
-    """Replaces every holder of parameters below `module` by the same layer of `operations`."""
+    """Replace every layer with parameters below `module` by the same layer of `operations`."""
     for name, child in module.named_children():
         if isinstance(child, nn.Linear):
             new = operations.Linear(child.in_features, child.out_features, bias=child.bias is not None, **where)

@@ -1,9 +1,9 @@
-"""The text encoder: transformers' own Qwen3-VL layers, run by loops of ours.
+"""The text encoder: transformers' own Qwen3-VL layers, run by this module's loops.
 
-The layers (attention, MLPs, mergers) are transformers'. The two outer loops are not, because transformers' versions of
-them read `.weight.dtype` and `.weight.device` of layers that a host may keep elsewhere, keep rope tables in buffers
-that a cast would round, take the temporal positions of a picture for packed sequences (4.57), and differ between 4.57
-and 5.x. So this module holds nothing but layers of the injected namespace: no buffers, no raw parameters.
+The layers (attention, MLPs, mergers) are transformers'. The two outer loops are not, because transformers' loops read
+`.weight.dtype` and `.weight.device` of layers that a host may keep elsewhere, keep RoPE tables in buffers that a cast
+would round, mistake the temporal positions of a picture for packed sequences (4.57), and differ between 4.57 and 5.x.
+So the encoder holds only layers of the injected namespace: no buffers, and no parameters outside these layers.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from ..inputs.prompt import (
 from ..ops import linear as layers
 from .qwen3vl import inject, meta_skeleton, plain
 
-MAX_TOKENS = 262144  # positions that Qwen3-VL was made for; source: `max_position_embeddings` of the released config
+MAX_TOKENS = 262144  # source: `max_position_embeddings` of the released config
 VISION_ROPE_BASE = 10000.0
-# In checkpoints, but unused: states are taken before the final norm.
+# Tensors that checkpoints hold but the encoder does not use, as it takes states before the final norm.
 UNUSED_WEIGHTS = ("language_model.norm.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True, eq=False)
 class VisionFeatures:
-    """What the vision tower makes of one reference: embeddings [n, width], and one addend [n, width] for each of the
-    first language layers; n vision tokens."""
+    """The vision tower's output for one reference of n vision tokens: embeddings [n, width], and for each of the first
+    language layers a tensor [n, width] to add to its output."""
 
     embeds: Tensor
     deepstack: tuple[Tensor, ...]
@@ -47,8 +47,8 @@ class VisionFeatures:
 
 @dataclass(frozen=True, eq=False)
 class ReferenceContext:
-    """A reference and the text that leads to it, as the language model left them: states [n, width], and each layer's
-    rotated keys and values [1, H, n, D]. Nothing in it depends on what follows, further references or the prompt."""
+    """The language model's results for a reference and the text before it: states [n, width], and each layer's keys
+    (with RoPE applied) and values [1, H, n, D]. None depends on what follows: further references or the prompt."""
 
     states: Tensor
     layers: tuple[tuple[Tensor, Tensor], ...]
@@ -63,27 +63,28 @@ class ReferenceContext:
 
 @dataclass
 class _Cache:
-    """What transformers' attention layers call a cache: they hand over their keys and values, and attend to these."""
+    """A KV cache for transformers' attention layers, which pass their keys and values to `update` and attend to the
+    result."""
 
     before: Sequence[ReferenceContext] = ()
-    made: list[tuple[Tensor, Tensor]] | None = None  # keeps what is handed over, where a list is given
+    made: list[tuple[Tensor, Tensor]] | None = None  # collects the keys and values of each layer, if not None
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         if self.made is not None:
             self.made.append((keys, values))
         if not self.before:
             return keys, values
-        sides = zip(*(context.layers[layer] for context in self.before), strict=True)
-        return tuple(torch.cat([*side, own], dim=2) for side, own in zip(sides, (keys, values), strict=True))
+        earlier = zip(*(context.layers[layer] for context in self.before), strict=True)
+        return tuple(torch.cat([*parts, own], dim=2) for parts, own in zip(earlier, (keys, values), strict=True))
 
 
 @dataclass(frozen=True, eq=False)
 class TextStates:
-    """A prompt as the transformer reads it.
+    """A prompt's text states, which the diffusion transformer reads.
 
-    states: [T, width], last decoder layer before the final norm, without the system turn and the image_pad positions
-    (with `keep_image_pads`, with the latter). image_slots: for each reference the number of states before it.
-    layout: all input tokens. digests: names of the references' pixels. The last two tell what made the states.
+    states: [T, width] of the last decoder layer before the final norm, without the system message and the image_pad
+    positions (`keep_image_pads` keeps these). image_slots: for each reference the number of states before it. layout:
+    all input tokens. digests: hashes of the references' pixels. The last two identify what the states were made from.
     """
 
     states: Tensor
@@ -93,10 +94,10 @@ class TextStates:
 
 
 class TextEncoder(nn.Module):
-    """Qwen3-VL without its context. Tensor names as in `Qwen3VLModel`, `UNUSED_WEIGHTS` absent.
+    """Qwen3-VL without its final norm and LM head. Tensors are named as in `Qwen3VLModel`, without `UNUSED_WEIGHTS`.
 
-    `dtype` is that of the weights, `compute_dtype` (default: the same, else float32) that of activations. Layers may
-    lie on any device, if those of `operations` move their weights to their input; inputs say where to compute.
+    `dtype` is that of the weights, `compute_dtype` (default: the same, else float32) that of activations. The inputs'
+    device computes; weights may lie elsewhere if the layers of `operations` move them to their input.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class TextEncoder(nn.Module):
         self.config = config
         self.compute_dtype = compute_dtype or dtype or torch.float32
         skeleton = meta_skeleton(config)
-        # Plain modules: a `PreTrainedModel` has properties that a host cannot set.
+        # Plain modules, because a `PreTrainedModel` has properties that a host cannot set.
         self.language_model = plain(skeleton.language_model, "embed_tokens", "layers")
         self.visual = plain(skeleton.visual, "patch_embed", "pos_embed", "blocks", "merger", "deepstack_merger_list")
         inject(self, operations, dtype=dtype, device=device)
@@ -122,7 +123,8 @@ class TextEncoder(nn.Module):
     def encode_vision(
         self, patches: Tensor, grid: tuple[int, int, int], *, check_cancel: Callable[[], None] | None = None
     ) -> VisionFeatures:
-        """Features of a picture, from `vision_patches`, or of several of one size. Computes where `patches` lie."""
+        """Features of one picture, or of several of one size, from their `vision_patches`, on the device of `patches`;
+        `grid` is (1, rows, columns) of one picture, in patches."""
         visual, config = self.visual, self.config.vision
         _, rows, columns = grid
         row, column = (axis.to(patches.device) for axis in _patch_axes(rows, columns))
@@ -131,7 +133,7 @@ class TextEncoder(nn.Module):
         pictures = len(hidden) // (rows * columns)
         hidden = hidden + self._position_embeds(row, column, rows, columns).repeat(pictures, 1)
         rope = _vision_rope(row.repeat(pictures), column.repeat(pictures), config.width // config.heads)
-        # Read on the host: each picture is one segment.
+        # Each picture is one segment. Kept on the CPU, because transformers reads the lengths there.
         lengths = torch.arange(pictures + 1, dtype=torch.int32) * (rows * columns)
         deepstack = []
         for i, block in enumerate(visual.blocks):
@@ -143,7 +145,7 @@ class TextEncoder(nn.Module):
         return VisionFeatures(visual.merger(hidden), tuple(deepstack))
 
     def _position_embeds(self, row: Tensor, column: Tensor, rows: int, columns: int) -> Tensor:
-        """The learned square grid of position embeddings, stretched bilinearly to rows x columns: [patches, width]."""
+        """Position embeddings [patches, width]: the learned square grid, resized bilinearly to rows x columns."""
         side = int(self.config.vision.positions**0.5)
         (top, bottom), row_weights = _two_taps(row, rows, side)
         (left, right), column_weights = _two_taps(column, columns, side)
@@ -161,7 +163,7 @@ class TextEncoder(nn.Module):
     ) -> Tensor:
         """States [S, width] of all S tokens, before the final norm, computed on `device`.
 
-        `contexts` are what `read_references` makes of each of the layout's references.
+        `contexts` holds the result of `read_references` for each of the layout's references.
         """
         start = layout.images[-1].stop if layout.images else 0
         rest = range(start, len(layout.ids))
@@ -177,8 +179,8 @@ class TextEncoder(nn.Module):
         device: torch.device | str = "cpu",
         check_cancel: Callable[[], None] | None = None,
     ) -> ReferenceContext:
-        """The next context of a layout, `before` being those of the references before it. Products round by the number
-        of their rows, so each reference is read by itself: it is bit-equal whatever references or prompt follow."""
+        """The context of the reference after those whose contexts are `before`. Matrix products round differently for
+        other numbers of rows, so each reference runs alone: its context is bit-equal whatever follows it."""
         start = layout.images[len(before) - 1].stop if before else 0
         span, cache = range(start, layout.images[len(before)].stop), _Cache(before, [])
         states = self._read(layout, span, features, cache, device, check_cancel)
@@ -193,7 +195,8 @@ class TextEncoder(nn.Module):
         device: torch.device | str,
         check_cancel: Callable[[], None] | None,
     ) -> Tensor:
-        """States [n, width] of the n tokens of a span, behind the contexts in the `cache`; a `picture` is its end."""
+        """States [n, width] of the n tokens of `span`, which attend to the contexts in `cache` as well; the last tokens
+        of the span are those of `picture`."""
         ids = torch.tensor([layout.ids[span.start : span.stop]], device=device)
         hidden = self.language_model.embed_tokens(ids).to(self.compute_dtype)  # [1, n, width]
         if picture is not None:
@@ -201,7 +204,7 @@ class TextEncoder(nn.Module):
         text, positions = self.config.text, layout.positions()[:, span.start : span.stop]
         rope = text_rope(positions.to(device), text.rope_base, text.head_dim, text.mrope_sections)
         cos, sin = (part.to(hidden.dtype) for part in rope)
-        mask = None  # without one, transformers' sdpa is causal
+        mask = None  # without a mask, transformers' sdpa is causal
         if span.start:
             mask = torch.ones(len(span), span.stop, dtype=torch.bool, device=device).tril(span.start)[None, None]
         kept = {} if cache is None else {_cache_name(self.language_model.layers[0]): cache}
@@ -226,11 +229,11 @@ class TextEncoder(nn.Module):
         contexts: MutableMapping[tuple[str, ...], ReferenceContext] | None = None,
         check_cancel: Callable[[], None] | None = None,
     ) -> TextStates:
-        """Text states of a prompt behind its references, computed on `device`, in the compute dtype.
+        """Text states of a prompt after its references, computed on `device`, in the compute dtype.
 
-        `features` and `contexts` are read and filled, by a reference's digest and by the digests up to it: pass the
-        same dictionaries for the negative prompt, or the next one, and no picture is looked at twice, nor read again.
-        `UserError` if the prompt is too long or the tokenizer another model's.
+        `features` (keyed by a reference's digest) and `contexts` (keyed by the digests up to a reference) are read and
+        filled: pass the same dictionaries for the next prompt, such as the negative one, and no reference is computed
+        twice. `UserError` if the prompt is too long or the tokenizer is another model's.
         """
         sizes = [(1, reference.height, reference.width) for reference in references]
         layout = layout_tokens(prompt, tokenizer, sizes)
@@ -241,7 +244,7 @@ class TextEncoder(nn.Module):
         for i, reference in enumerate(references, 1):
             name = digests[:i]
             if name not in contexts:
-                seen = self._look(reference, features, device, check_cancel)
+                seen = self._features(reference, features, device, check_cancel)
                 contexts[name] = self.read_references(layout, before, seen, device=device, check_cancel=check_cancel)
             before.append(contexts[name].to(device))
         states = self(layout, before, device=device, check_cancel=check_cancel)
@@ -251,14 +254,14 @@ class TextEncoder(nn.Module):
         kept = torch.tensor(layout.kept, device=states.device)
         return TextStates(states[kept], layout.image_slots, layout, digests)
 
-    def _look(
+    def _features(
         self,
         reference: Reference,
         features: MutableMapping[str, VisionFeatures],
         device: torch.device | str,
         check_cancel: Callable[[], None] | None,
     ) -> VisionFeatures:
-        """Features of a reference, looked at now where they are missing."""
+        """Vision features of `reference`: those in `features`, or computed and stored there."""
         if reference.digest not in features:
             patches, grid = vision_patches(reference.over_white)
             features[reference.digest] = self.encode_vision(patches.to(device), grid, check_cancel=check_cancel)
@@ -278,7 +281,7 @@ class TextEncoder(nn.Module):
 
 
 def _cache_name(layer: nn.Module) -> str:
-    """What a layer calls its cache: newer versions of transformers renamed it."""
+    """The name of the cache parameter of a layer, which newer versions of transformers renamed."""
     return "cache" if "cache" in inspect.signature(layer.forward).parameters else "past_key_values"
 
 
@@ -296,7 +299,7 @@ def _check_patches(config: EncoderConfig) -> None:
 
 
 def _patch_axes(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Row and column of every patch, in the order of `vision_patches`."""
+    """Row and column of every patch, each [patches], in the order of `vision_patches`."""
     blocks = (rows // VISION_MERGE, VISION_MERGE, columns // VISION_MERGE, VISION_MERGE)
     row = torch.arange(rows)[:, None].expand(rows, columns)
     column = torch.arange(columns).expand(rows, columns)
@@ -304,7 +307,7 @@ def _patch_axes(rows: int, columns: int) -> tuple[Tensor, Tensor]:
 
 
 def _two_taps(index: Tensor, length: int, side: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """Neighbours on an axis of `side` for positions on one of `length` (corners aligned), and their weights [n, 2]."""
+    """The neighbours of each `index` of `length` on an axis of `side` (corners aligned), and their weights [n, 2]."""
     at = index.float() * (side - 1) / max(length - 1, 1)
     low = at.floor()
     weight = at - low
@@ -313,13 +316,13 @@ def _two_taps(index: Tensor, length: int, side: int) -> tuple[tuple[Tensor, Tens
 
 
 def _frequencies(base: float, dim: int, device: torch.device) -> Tensor:
-    # On the CPU, so that every device uses the same values.
+    # Computed on the CPU, so that all devices use the same values.
     return (1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))).to(device)
 
 
 def _vision_rope(row: Tensor, column: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [patches, head_dim], fp32: the first half of the angles turns with the row, the second with
-    the column."""
+    """Cosines and sines [patches, head_dim], fp32: the first half of the angles follows the row, the second the
+    column."""
     frequencies = _frequencies(VISION_ROPE_BASE, head_dim // 2, row.device)
     angles = torch.cat([axis.float()[:, None] * frequencies for axis in (row, column)], dim=-1)
     angles = torch.cat([angles, angles], dim=-1)
@@ -329,8 +332,8 @@ def _vision_rope(row: Tensor, column: Tensor, head_dim: int) -> tuple[Tensor, Te
 def text_rope(positions: Tensor, base: float, head_dim: int, sections: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Cosines and sines [1, S, head_dim], fp32, of M-RoPE positions [3, S].
 
-    Interleaved: frequency 3k turns with time, 3k + 1 with the row, 3k + 2 with the column, as far as the sections
-    reach; the rest turns with time.
+    The axes are interleaved: frequency 3k belongs to time, 3k + 1 to the row and 3k + 2 to the column, up to the ends
+    of `sections`; all further ones belong to time.
     """
     frequencies = _frequencies(base, head_dim, positions.device)
     axis = torch.zeros(len(frequencies), dtype=torch.int64, device=positions.device)

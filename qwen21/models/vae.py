@@ -1,8 +1,8 @@
 """The RGBA VAE, for still images: pixels [B, 4, H, W] in [-1, 1] <-> raw latents [B, 64, H/16, W/16].
 
-Parameters are named as in diffusers' `AutoencoderKLQwenImage21`, less the `time_conv` weights, which images never use.
-Everything stays 4-D: padding of large 5-D tensors returns zeros on some Apple machines. Each half has a coarse part,
-whose attention sees the whole picture, and a fine part, which is local: `tiling.py` runs it tile by tile, exactly.
+Parameters are named as in diffusers' `AutoencoderKLQwenImage21`, without `time_conv` weights, which only videos use.
+All tensors are 4-D: padding of large 5-D tensors returns zeros on some Apple machines. Encoder and decoder each have a
+coarse part, whose attention sees the whole picture, and a local, fine part, which `vae_tiling.py` runs in exact tiles.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ..config.networks import VAEConfig
 from ..errors import UserError
 
-QUERY_CHUNK = 4096  # queries per attention call: bounds the scores of a backend that has no fused kernel this wide
-CASTS_AT_USE = "comfy_cast_weights"  # ComfyUI sets it on layers that cast their weights to the input's dtype themselves
+QUERY_CHUNK = 4096  # queries per attention call; limits the scores where no fused kernel has this head dimension
+CASTS_AT_USE = "comfy_cast_weights"  # ComfyUI sets it on layers that cast their weights to the input's dtype
 
 log = logging.getLogger(__name__)
 
@@ -27,11 +27,11 @@ Crop = Callable[[Tensor, int], Tensor]
 
 
 class NonFinite(ArithmeticError):
-    """A result holds NaN or infinity. Never leaves `VAE.checked`."""
+    """Raised for a result with NaN or infinity, and caught by `VAE.checked`."""
 
 
 def is_finite(x: Tensor) -> bool:
-    low, high = torch.aminmax(x)  # both NaN if any value is; no temporary of x's size
+    low, high = torch.aminmax(x)  # both are NaN if any value is; allocates nothing of x's size
     return bool(torch.isfinite(low) & torch.isfinite(high))
 
 
@@ -42,31 +42,31 @@ def finite(x: Tensor) -> Tensor:
 
 
 def packed(x: Tensor) -> Tensor:
-    """`x` dense, in the layout its device is fastest with: a third less time on CPU with the channels innermost."""
+    """`x` in the memory format its device is fastest with: channels_last takes a third less time on a CPU."""
     on_cpu = x.device.type == "cpu"
     return x.contiguous(memory_format=torch.channels_last if on_cpu else torch.contiguous_format)
 
 
 class RMSNorm(nn.Module):
-    """x / |x| * sqrt(C) * gamma over the channels of [B, C, H, W]; |x| is taken in fp32 for half dtypes."""
+    """x / |x| * sqrt(C) * gamma over the channels of [B, C, H, W]; |x| is computed in fp32 for half dtypes."""
 
     def __init__(self, channels: int, ones: int, *, dtype=None, device=None):
         super().__init__()
         self.gamma = nn.Parameter(torch.ones(channels, *[1] * ones, dtype=dtype, device=device))
 
     def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """`out` may be `x` itself. Multiplying into `out` rounds once, and needs no fp32 copy of a half `x`."""
+        """The norm of x, written to `out`, which may be `x`: that rounds once and needs no fp32 copy of a half `x`."""
         channels = x.shape[1]
         norm = torch.linalg.vector_norm(x, dim=1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
         scale = channels**0.5 / norm.clamp_min(1e-12)
-        if torch.is_grad_enabled():  # autograd knows no `out`
+        if torch.is_grad_enabled():  # autograd does not support `out`
             return x * scale * self.gamma.to(x.device, x.dtype).view(1, channels, 1, 1)
         out = torch.mul(x, scale, out=torch.empty_like(x) if out is None else out)
         return out.mul_(self.gamma.to(x.device, x.dtype).view(1, channels, 1, 1))
 
 
 class ResidualBlock(nn.Module):
-    """norm, silu, conv3, norm, silu, conv3, plus the input (through a 1x1 convolution where widths differ)."""
+    """Norm, SiLU, conv3, norm, SiLU, conv3, plus the input (through a 1x1 convolution where widths differ)."""
 
     def __init__(self, inner: int, outer: int, operations, **kwargs):
         super().__init__()
@@ -114,7 +114,7 @@ class MidBlock(nn.Module):
 
 
 def resampler(channels: int, operations, *, down: bool, **kwargs) -> nn.ModuleDict:
-    """Halves the picture (stride 2, padded right and bottom only) or doubles it (nearest, then conv3)."""
+    """A layer that halves the size (stride 2, padded right and bottom only) or doubles it (nearest, then conv3)."""
     first = nn.ZeroPad2d((0, 1, 0, 1)) if down else nn.Upsample(scale_factor=2.0, mode="nearest-exact")
     conv = operations.Conv2d(channels, channels, 3, **({"stride": 2} if down else {"padding": 1}), **kwargs)
     return nn.ModuleDict({"resample": nn.Sequential(first, conv)})
@@ -126,17 +126,17 @@ def unknown_stage(part: str, inner: int, outer: int, slots: int) -> UserError:
 
 
 class DownStage(nn.Module):
-    """Residual blocks, then half the size (all but the last stage), plus a shortcut around the stage.
+    """Residual blocks, then half the size (in all but the last stage), plus a shortcut around the stage.
 
     The shortcut reads 2x2 pixels and `slots` time slots as channels (c, t, y, x), all slots but the last zero, and
-    averages consecutive ones down to the output width. With whole 2x2 cells per average that is average pooling into
-    every `step`-th channel, and nothing into the channels between.
+    averages consecutive channels down to the output width. Where an average covers whole 2x2 cells, that is average
+    pooling into every `step`-th channel, and adds nothing to the channels between.
     """
 
     def __init__(self, inner: int, outer: int, blocks: int, slots: int, operations, *, down: bool, **kwargs):
         super().__init__()
         self.step = outer // inner
-        self.share = self.step / slots  # of one average, the part that is not zeros
+        self.share = self.step / slots  # the share of nonzero values in one average
         if outer % inner or slots % self.step or (not down and inner != outer):
             raise unknown_stage("encoder", inner, outer, slots)
         self.resnets = residual_blocks(inner, outer, blocks, operations, **kwargs)
@@ -154,11 +154,11 @@ class DownStage(nn.Module):
 
 
 class UpStage(nn.Module):
-    """Residual blocks, then double the size, plus a shortcut around the stage; the last stage has neither.
+    """Residual blocks, then double the size, plus a shortcut around the stage; the last stage has only the blocks.
 
-    The shortcut repeats each channel in place and reads the result as (c, t, y, x), t over `slots` time slots of which
-    the last is kept. So output pixel (y, x) of each 2x2 cell takes every `step`-th input channel, from an offset that
-    may depend on (y, x).
+    The shortcut repeats each channel and reads the result as (c, t, y, x), with t over `slots` time slots, of which the
+    last is kept. So output pixel (y, x) of each 2x2 cell takes every `step`-th input channel, from an offset that may
+    depend on (y, x).
     """
 
     def __init__(self, inner: int, outer: int, blocks: int, slots: int, operations, *, up: bool, **kwargs):
@@ -226,19 +226,19 @@ class Decoder(nn.Module):
         return self.mid_block(self.conv_in(packed(x)))
 
     def fine(self, x: Tensor, crop: Crop = lambda x, i: x) -> Tensor:
-        """`crop(x, i)` may cut borders off the input of stage i, and last, i the number of stages, off the picture."""
+        """Pixels of coarse features `x`. `crop(x, i)` may crop stage i's input and, after the last, the picture."""
         for i, stage in enumerate(self.up_blocks):
-            x = packed(crop(x, i))  # on a line of its own, so that what was cut off is freed before the stage runs
+            x = packed(crop(x, i))  # a line of its own, so that the uncropped tensor is freed before the stage runs
             x = stage(x)
         x = self.conv_out(F.silu(self.norm_out(x, out=x), inplace=True))
         return crop(x, len(self.up_blocks))
 
 
 class VAE(nn.Module):
-    """Computes in the dtype of its weights, or in `compute_dtype` where layers cast at use; results have the input's.
+    """The VAE. Computes in its weights' dtype, or `compute_dtype` where layers cast at use; returns the input's dtype.
 
-    `encode` and `decode` return finite values or raise `UserError`: half precision overflows in this VAE (values pass
-    65504), so a non-finite result is computed once more in fp32. `encoder=False` builds the decoder alone.
+    `encode` and `decode` return finite values or raise `UserError`: this VAE overflows fp16 (values exceed 65504), so a
+    non-finite result is computed once more in fp32. `encoder=False` builds only the decoder.
     """
 
     def __init__(
@@ -267,15 +267,15 @@ class VAE(nn.Module):
         return self.compute_dtype or self.post_quant_conv.weight.dtype
 
     def encode(self, pixels: Tensor) -> Tensor:
-        """Pixels [B, 4, H, W] in [-1, 1], H and W multiples of 16 -> raw latents [B, 64, H/16, W/16], the mean."""
+        """Raw latents [B, 64, H/16, W/16] (the mean) of pixels [B, 4, H, W] in [-1, 1], H and W multiples of 16."""
         return self.checked(pixels, lambda x: self.encode_coarse(self.encoder.fine(x)), decode=False)
 
     def decode(self, latents: Tensor) -> Tensor:
-        """Raw latents [B, 64, h, w] -> pixels [B, 4, 16h, 16w] in [-1, 1]."""
+        """Pixels [B, 4, 16h, 16w] in [-1, 1] of raw latents [B, 64, h, w]."""
         return self.checked(latents, lambda z: self.decode_fine(self.decode_coarse(z)), decode=True)
 
     def normalise(self, latents: Tensor) -> Tensor:
-        """Raw latents as the DiT sees them, in the dtype given."""
+        """Raw latents normalised as the diffusion transformer expects them, in the dtype of `latents`."""
         mean, std = self._statistics(latents)
         return (latents - mean) / std
 
@@ -294,12 +294,12 @@ class VAE(nn.Module):
         return self.decoder.coarse(self.post_quant_conv(latents))
 
     def decode_fine(self, x: Tensor, crop: Crop = lambda x, i: x) -> Tensor:
-        # Checked before the clamp, which would turn infinity into white.
+        # Checked before the clamp, which would turn infinity into a white pixel.
         return finite(self.decoder.fine(x, crop)).clamp_(-1, 1)
 
     @torch.no_grad()
     def checked(self, x: Tensor, run: Callable[[Tensor], Tensor], *, decode: bool) -> Tensor:
-        """`run(x)` in this VAE's dtype, once more in fp32 if a narrower one overflows; finite, or `UserError`."""
+        """The finite result of `run(x)` in this VAE's dtype, else in fp32; `UserError` if that is not finite either."""
         given, wanted = ("latents", "pixels") if decode else ("pixels", "latents")
         self._require_input(x, given, decode)
 
@@ -331,7 +331,7 @@ class VAE(nn.Module):
 
     @contextmanager
     def _in_fp32(self, decode: bool) -> Iterator[None]:
-        """One half's weights in fp32, then the very same parameters again. Layers that cast at use keep theirs."""
+        """Cast the weights of one half to fp32 within the context. Layers that cast at use are left alone."""
         halves = (self.post_quant_conv, self.decoder) if decode else (self.encoder, self.quant_conv)
         before, originals = self.compute_dtype, []
         try:

@@ -1,8 +1,8 @@
-"""Exact tiles for the VAE: the coarse part runs whole, the fine part tile by tile, each with a halo that is cut off.
+"""Exact tiling of the VAE: the coarse part runs whole, the fine part tile by tile, each with a halo that is cropped.
 
-Nothing is blended: a halo covers all that the fine part can see, so the core of a tile equals the same pixels of the
-whole picture, alpha included. A tile's size is that of its core, in latent cells (16 x 16 pixels). A batch runs picture
-by picture, so that its memory and its results are those of one.
+Nothing is blended: a halo covers the whole receptive field of the fine part, so the core of a tile equals the same
+pixels of the untiled picture, alpha included. A tile's size is that of its core, in latent cells (16 x 16 pixels). A
+batch runs picture by picture, so that its memory and its results are those of single pictures.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ..config.networks import VAEConfig
 from ..errors import UserError
 from .vae import VAE
 
-MIN_TILE = 8  # cells; below it a tile is mostly halo and its memory hardly falls
-WORKSPACE = 1.25  # allowance on the estimate, for what convolutions allocate inside and for the allocator's rounding
+MIN_TILE = 8  # latent cells; smaller tiles are mostly halo and hardly save memory
+WORKSPACE = 1.25  # factor on the estimate for the convolutions' workspace and the allocator's rounding
 
 CheckCancel = Callable[[], None]
 OnOutOfMemory = Callable[[int], None]
@@ -28,7 +28,7 @@ OnOutOfMemory = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Span:
-    """Cells `start` to `stop` of an axis that has `size` of them."""
+    """Cells `start` to `stop` (exclusive) of an axis of `size` cells."""
 
     start: int
     stop: int
@@ -38,7 +38,8 @@ class Span:
         return Span(self.start * factor, self.stop * factor, self.size * factor)
 
     def grown(self, before: int, after: int) -> Span:
-        """With a halo, but not beyond the picture: there the network pads with zeros, as for the whole picture."""
+        """The span with a halo of `before` and `after` cells, cut at the picture's edges, where the network pads with
+        zeros as it does for the whole picture."""
         return Span(max(0, self.start - before), min(self.size, self.stop + after), self.size)
 
     def within(self, outer: Span) -> slice:
@@ -54,33 +55,33 @@ class Span:
 
 
 def cores(size: int, tile: int | None) -> list[Span]:
-    """One axis in as few cores as `tile` allows, as equal as they can be."""
+    """An axis of `size` cells as the fewest cores of at most `tile` cells (None: one core), of nearly equal length."""
     count = 1 if tile is None else -(-size // tile)
     return [Span(size * i // count, size * (i + 1) // count, size) for i in range(count)]
 
 
 def decoder_halos(config: VAEConfig) -> list[int]:
-    """What each decoder stage needs around a core, in cells of its own input: 13, 13, 12, 10, 7."""
+    """The halo that each decoder stage needs, in cells of its own input; released: 13, 13, 12, 10, 7."""
     blocks = 2 * (config.res_blocks + 1)
-    halos = [blocks + 1]  # the last stage, and the head's convolution
+    halos = [blocks + 1]  # the last stage, and the output convolution
     for _ in config.slots:
         halos.insert(0, blocks + (halos[0] + 2) // 2)  # the convolution after doubling needs one more, rounded up
     return halos
 
 
 def encoder_halo(config: VAEConfig) -> tuple[int, int]:
-    """Latent cells that the fine encoder needs before and after a core: 8 and 9, for 125 and 140 pixels."""
+    """Latent cells that the fine encoder needs before and after a core; released: 8 and 9, for 125 and 140 pixels."""
     blocks = 2 * config.res_blocks
     before = after = blocks
     for _ in config.slots:
         before = blocks + 2 * before
-        after = blocks + 2 * after + 1  # a strided convolution reads its two pixels and the next one
+        after = blocks + 2 * after + 1  # the strided convolution reads two pixels and the next one
     factor = 2 ** len(config.slots)
     return -(-(before + 1) // factor), -(-(after + 1) // factor)
 
 
 def decoder_cuts(core: Span, halos: list[int]) -> list[slice]:
-    """One axis of a tile: what to keep of each stage's input, and last of the picture. Halos shrink on the way."""
+    """The crops of one axis of a tile: of each stage's input, whose halo shrinks stage by stage, and of the pixels."""
     cuts, incoming = [], Span(0, core.size, core.size)
     for stage, halo in enumerate(halos):
         needed = core.scaled(2**stage).grown(halo, halo)
@@ -90,13 +91,13 @@ def decoder_cuts(core: Span, halos: list[int]) -> list[slice]:
 
 
 def encode_tiled(vae: VAE, pixels: Tensor, tile: int | None, check_cancel: CheckCancel | None = None) -> Tensor:
-    """`vae.encode(pixels)` in tiles of `tile` x `tile` cells (None: whole), `check_cancel()` before each."""
+    """`vae.encode(pixels)` in tiles of `tile` x `tile` cells (None: untiled), with `check_cancel()` before each."""
     _require_tile(tile)
     return vae.checked(pixels, lambda x: _encode(vae, x, tile, check_cancel), decode=False)
 
 
 def decode_tiled(vae: VAE, latents: Tensor, tile: int | None, check_cancel: CheckCancel | None = None) -> Tensor:
-    """`vae.decode(latents)` in tiles of `tile` x `tile` cells (None: whole), `check_cancel()` before each."""
+    """`vae.decode(latents)` in tiles of `tile` x `tile` cells (None: untiled), with `check_cancel()` before each."""
     _require_tile(tile)
     return vae.checked(latents, lambda z: _decode(vae, z, tile, check_cancel), decode=True)
 
@@ -144,12 +145,13 @@ def _decode(vae: VAE, latents: Tensor, tile: int | None, check_cancel: CheckCanc
 def peak_bytes(
     config: VAEConfig, width: int, height: int, dtype: torch.dtype, *, decode: bool, tile: int | None = None
 ) -> int:
-    """Bytes alive at the peak of one picture of `width` x `height` pixels, weights and convolutions' workspace apart.
+    """Peak bytes of one picture of `width` x `height` pixels, without weights and the convolutions' workspace.
 
-    The fine part's worst stage, or the coarse part, beside the result and the features between them. Values per cell
-    of a stage with `a` channels in and `b` out: blocks hold the stage's input, a block's input, its hidden copy and a
-    convolution's result (2a + b or a + 3b). Doubling holds the stage's input, the blocks' result, and four cells each
-    of the doubled picture and the convolution's result (a + 9b). Halving stays below the blocks.
+    The peak is the fine part's largest stage, or the coarse part, beside the result and the features between the two
+    parts. Values per cell of a stage with `a` input and `b` output channels: residual blocks hold the stage's input, a
+    block's input, its hidden copy and a convolution's result (2a + b or a + 3b). Doubling holds the stage's input, the
+    blocks' result, and four cells each of the doubled features and the convolution's result (a + 9b). Halving takes
+    less than the blocks.
     """
     factor = 2 ** len(config.slots)
     sizes = [-(-pixels // factor) for pixels in (height, width)]
@@ -160,7 +162,7 @@ def peak_bytes(
     else:
         fine = max(_encoder_values(config, axes))
         features, channels = config.base_width * config.multipliers[-1], config.latent_channels
-    coarse = 6 * features * prod(sizes)  # attention, beside its input: q, k and v, and two copies of the result
+    coarse = 6 * features * prod(sizes)  # attention: its input, q, k and v, and two copies of the result
     return (prod(sizes) * (features + channels) + max(fine, coarse)) * dtype.itemsize
 
 
@@ -182,13 +184,15 @@ def _encoder_values(config: VAEConfig, axes: list[list[Span]]) -> Iterator[int]:
 
 
 def next_tile(tile: int | None, longest: int) -> int | None:
-    """Half of `tile`, or of the longer side in cells where it was whole; None where that is the end."""
+    """The next smaller tile: half of `tile`, or of the `longest` side in cells if `tile` is None; None below
+    `MIN_TILE`."""
     current = longest if tile is None else tile
     return None if current <= MIN_TILE else max(MIN_TILE, -(-current // 2))
 
 
 def choose_tile(vae: VAE, width: int, height: int, budget_bytes: int, dtype: torch.dtype, decode: bool) -> int | None:
-    """The first of whole (None), half, a quarter, ... whose estimated peak fits the budget; else the smallest."""
+    """The largest tile size of None (untiled), half, a quarter, ... whose estimated peak fits `budget_bytes`, else the
+    smallest."""
     longest = -(-max(width, height) // vae.factor)
     tile = None
     while peak_bytes(vae.config, width, height, dtype, decode=decode, tile=tile) * WORKSPACE > budget_bytes:
@@ -207,9 +211,9 @@ def encode(
     on_oom: OnOutOfMemory | None = None,
     check_cancel: CheckCancel | None = None,
 ) -> Tensor:
-    """`vae.encode(pixels)`, whole or in tiles as fits `budget` bytes (None: whole).
+    """`vae.encode(pixels)`, untiled or in tiles that fit into `budget` bytes (None: untiled).
 
-    Out of memory, it halves the tile, calls `on_oom(tile)` and tries again; `UserError` below `MIN_TILE`.
+    If memory runs out, halves the tile, calls `on_oom(tile)` and tries again; `UserError` below `MIN_TILE`.
     """
     return _fitted(vae, pixels, budget, on_oom, lambda x, tile: _encode(vae, x, tile, check_cancel), decode=False)
 
@@ -222,7 +226,7 @@ def decode(
     on_oom: OnOutOfMemory | None = None,
     check_cancel: CheckCancel | None = None,
 ) -> Tensor:
-    """`vae.decode(latents)`, otherwise as `encode`."""
+    """`vae.decode(latents)`, with the parameters of `encode`."""
     return _fitted(vae, latents, budget, on_oom, lambda z, tile: _decode(vae, z, tile, check_cancel), decode=True)
 
 
@@ -235,7 +239,7 @@ def _fitted(
     *,
     decode: bool,
 ) -> Tensor:
-    pixels = vae.factor if decode else 1  # per cell of x
+    pixels = vae.factor if decode else 1  # per element of x's height and width
 
     def attempt(x: Tensor) -> Tensor:
         height, width = (size * pixels for size in x.shape[2:])
@@ -247,7 +251,7 @@ def _fitted(
                 smaller = next_tile(tile, max(height, width) // vae.factor)
                 if smaller is None or not is_out_of_memory(error):
                     raise
-            # Only here, outside the handler, are the failed attempt's tensors gone: the traceback held them.
+            # Retried outside the handler, whose traceback would keep the failed attempt's tensors alive.
             tile = smaller
             if on_oom is not None:
                 on_oom(tile)
@@ -266,7 +270,7 @@ def _fitted(
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """CUDA raises a class of its own; the CPU's allocator and Apple's only say so."""
+    """Whether `error` means out of memory. CUDA has a class for it; CPU and Apple allocators only say so in words."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
     return any(text in str(error).lower() for text in ("out of memory", "can't allocate memory", "not enough memory"))

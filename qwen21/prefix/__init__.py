@@ -1,4 +1,4 @@
-"""Keys and values of a prefix, kept between denoising steps, and between runs."""
+"""The prefix cache: keys and values of a prefix, kept between denoising steps and between runs."""
 
 from .codecs import CODECS, FIDELITY, NATIVE, Codec, codec_named, fitting_codec, kv_block_bytes
 from .contiguous import ContiguousKV

@@ -1,9 +1,9 @@
-"""What makes the KV blocks of a prefix, as short names: equal names, equal K and V.
+"""Keys of KV blocks: short hashes of all that a block was computed from. Equal keys mean equal K and V.
 
-A KV block's K and V follow from the text states and reference latents up to its end. Our encoder reads each reference
-by itself, so the states up to its end are bit-equal whatever follows, and their origin names them without a tensor
-being compared: token ids, reference pixels, encoder. Others may change a tensor and keep the dictionary it came in, so
-an origin counts only while the content noted beside it still matches; else the content itself is the name.
+A KV block's K and V follow from the text states and reference latents up to its end. The text encoder reads each
+reference separately, so the states up to a reference's end are bit-equal whatever follows, and their origin (token ids,
+reference pixels, encoder) identifies them without comparing tensors. Other programs may change a tensor and leave the
+origin stored beside it, so an origin counts only while its content hash matches the tensor; else that hash is the key.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from torch import Tensor
 from ..inputs.prompt import TokenLayout
 from ..sequence import ImageSegment, PrefixLayout, TextSegment, prefix_layout
 
-Picture = tuple[int, int, str]  # first and last + 1 of its tokens among the encoder's, and a name of its pixels
+Picture = tuple[int, int, str]  # start and stop of its tokens in the encoder's input, and a digest of its pixels
 
 
 @dataclass(frozen=True)
 class TextOrigin:
-    """What text states were made of. `kept` are the encoder's tokens they belong to, of all of its `ids`."""
+    """What text states were computed from. `ids` are the encoder's input tokens, `kept` the indices of those whose
+    states are kept, and `content` a hash of the states."""
 
     encoder: str
     ids: tuple[int, ...]
@@ -33,13 +34,13 @@ class TextOrigin:
     content: str
 
     def without(self, dropped: Sequence[range], states: Tensor) -> TextOrigin:
-        """The origin of `states`, which are those of this one without the `dropped` indices."""
+        """The origin of `states`: this origin's states without those at the `dropped` indices."""
         gone = {index for span in dropped for index in span}
         kept = tuple(token for index, token in enumerate(self.kept) if index not in gone)
         return replace(self, kept=kept, content=content(states))
 
     def upto(self, states: int) -> str:
-        """A name of all that the first `states` states follow from."""
+        """A hash of everything that the first `states` states depend on."""
         if not states:
             return ""
         end = self.kept[states - 1] + 1
@@ -49,18 +50,18 @@ class TextOrigin:
 
 @dataclass(frozen=True)
 class Origins:
-    """Where the inputs of a prefix come from: its text, and its latents by their content."""
+    """The origins of a prefix's inputs: that of its text, and those of its latents by content hash."""
 
     text: TextOrigin | None = None
     latents: Mapping[str, str] = field(default_factory=dict)
 
     def facts(self) -> dict[str, Any]:
-        """As plain values, which travel in other programs' dictionaries."""
+        """The origins as plain values, which other programs can carry in dictionaries."""
         return {"text": None if self.text is None else asdict(self.text), "latents": dict(self.latents)}
 
     @classmethod
     def from_facts(cls, facts: Mapping[str, Any]) -> Origins:
-        """Also from JSON, which makes lists of tuples."""
+        """The origins from `facts`, which may have passed through JSON (tuples became lists)."""
         text = facts.get("text")
         return cls(None if text is None else TextOrigin(**_with_tuples(text)), facts.get("latents") or {})
 
@@ -68,18 +69,18 @@ class Origins:
 def kv_block_keys(
     text: Tensor, references: Sequence[Tensor], slots: Sequence[int], origins: Origins = Origins()
 ) -> tuple[str, ...]:
-    """A name for each KV block of a prefix, each covering everything before it.
+    """The key of each KV block of a prefix; each key covers the block and everything before it.
 
-    text [T, width] and references [..., h, w] are the tensors as their makers handed them on, before any cast.
+    text [T, width] and references [..., h, w] are the tensors as the encoder and the VAE returned them, before a cast.
     """
     layout = prefix_layout(len(text), slots, [tuple(r.shape[-2:]) for r in references])
     origin = origins.text if origins.text is not None and origins.text.content == content(text) else None
     keys: list[str] = []
-    above = ""
+    key = ""
     for kv_block in layout.kv_blocks:
         parts = [_segment(segment, text, references, origin, origins.latents) for segment in kv_block]
-        above = _named(above, parts)
-        keys.append(above)
+        key = _named(key, parts)
+        keys.append(key)
     return tuple(keys)
 
 
@@ -98,7 +99,7 @@ def _segment(
 
 
 class EncodedText(Protocol):
-    """What the text encoder gives: states [T, width], the layout of its input, and a digest of each reference."""
+    """The text encoder's result: states [T, width], the layout of its input, and a digest of each reference."""
 
     states: Tensor
     layout: TokenLayout
@@ -106,7 +107,7 @@ class EncodedText(Protocol):
 
 
 def text_origin(text: EncodedText, encoder: str) -> TextOrigin:
-    """Where the states of `text` came from; `encoder` names the encoder's weights and dtype."""
+    """The origin of the states of `text`; `encoder` identifies the encoder's weights and dtype."""
     layout = text.layout
     pads = len(text.states) > len(layout.kept)
     kept = range(layout.drop, len(layout.ids)) if pads else layout.kept
@@ -116,7 +117,7 @@ def text_origin(text: EncodedText, encoder: str) -> TextOrigin:
 
 
 def content(tensor: Tensor) -> str:
-    """A name of a tensor's values, shape and dtype."""
+    """A hash of a tensor's values, shape and dtype."""
     data = tensor.detach().cpu().contiguous()
     digest = hashlib.blake2b(f"{tuple(data.shape)}{data.dtype}".encode(), digest_size=16)
     digest.update(data.view(torch.uint8).numpy())
@@ -133,7 +134,7 @@ def _named(*parts: object) -> str:
 
 
 def kv_block_names(layout: PrefixLayout) -> tuple[str, ...]:
-    """What people call each KV block: the reference it ends with, or the text."""
+    """The name of each KV block in reports: the reference it ends with, or the text."""
     return tuple(
         f"reference {kv_block[-1].index + 1}" if isinstance(kv_block[-1], ImageSegment) else "the text"
         for kv_block in layout.kv_blocks

@@ -1,4 +1,4 @@
-"""K and V of one prefix: a chain of KV blocks, each packed by a codec, read layer by layer."""
+"""K and V of one prefix: a sequence of KV blocks, each packed by a codec and read layer by layer."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ Device = torch.device | str
 
 
 class KVBlock:
-    """Rotated keys and values of one KV block of a prefix, packed, for every layer.
+    """Packed keys (with RoPE applied) and values of `tokens` tokens of a prefix, for every layer.
 
-    Prefixes that begin alike share KV blocks. Once filled, a KV block never changes but for where it lies; `seconds` is
-    what its prefill took, and so what reusing it saves.
+    Prefixes with an equal beginning share KV blocks. Once filled, a KV block never changes except for its device.
+    `seconds` is the time that its prefill took, which reusing it saves.
     """
 
     def __init__(self, tokens: int, codec: Codec) -> None:
@@ -36,11 +36,11 @@ class KVBlock:
 
     @property
     def device(self) -> torch.device:
-        """Where the KV block lies; on the way from one device to another, where its first layer is."""
+        """The device of the KV block; during a move, the device of its first layer."""
         return self.layers[0][0][0].device
 
     def append(self, k: Tensor, v: Tensor, storage: torch.device, layers: int) -> None:
-        """Pack the next of `layers` layers: k, v [1, H, n, D], which the KV block may keep as they are."""
+        """Pack k and v [1, H, n, D] of the next of `layers` layers. The KV block may keep these very tensors."""
         packed = self.codec.encode(k, v)
         if not same_device(storage, k.device):
             if self._buffer is None and storage.type == "cpu":
@@ -49,12 +49,12 @@ class KVBlock:
         self.layers.append(packed)
 
     def synchronize(self) -> None:
-        """Wait until every layer has arrived where it is kept."""
+        """Wait until the copies of all layers are done."""
         if self._buffer is not None:
             self._buffer.synchronize()
 
     def move(self, device: Device) -> None:
-        """Carry every layer to another device. Who reads the KV block at that moment keeps what was read."""
+        """Move every layer to `device`. A reader at that moment keeps the tensors that it already has."""
         device = torch.device(device)
         with self._moving:
             if not self.layers or same_device(self.device, device):
@@ -68,12 +68,12 @@ class KVBlock:
             self.synchronize()
 
     def decode(self, layer: tuple[Parts, Parts], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """k, v [1, H, n, D] of a layer's packed parts."""
+        """k and v [1, H, n, D] in `dtype` of a layer's packed parts."""
         return self.codec.decode_keys(layer[0], dtype), self.codec.decode_values(layer[1], dtype)
 
 
 class Prefix:
-    """The KV blocks of one prefix, in order. It serves a whole batch."""
+    """The KV blocks of one prefix, in order. A whole batch attends to it."""
 
     def __init__(self, layout: PrefixLayout, kv_blocks: Sequence[KVBlock] = ()) -> None:
         self.layout = layout

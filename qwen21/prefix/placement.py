@@ -1,4 +1,4 @@
-"""Where a prefix is kept: one rule, for hosts that say what is free and make room."""
+"""Placement of prefixes, on the device or in RAM: one rule for all hosts, which report free bytes and evict."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RAM = torch.device("cpu")
 
 
 def ineffective_flags(where: str, gpu: bool) -> list[str]:
-    """A warning where a prefix shall lie on a GPU and none computes."""
+    """A warning where `where` asks for a GPU to keep prefixes and no GPU computes."""
     return ["--kv-device gpu is without effect: no GPU computes"] if where == "gpu" and not gpu else []
 
 
@@ -22,9 +22,10 @@ def ineffective_flags(where: str, gpu: bool) -> list[str]:
 class Placement:
     """Where the prefixes of a run are kept: `where` is auto, gpu or cpu.
 
-    auto is the `device` that computes while a prefix fits there beside `working` bytes of activations, after older ones
-    left it, else RAM. `free` and `free_ram` tell bytes, free None where nothing is known of the device; `evict` frees
-    so many bytes of stored prefixes on the device, sparing KV blocks about to be used, and returns how many it freed.
+    auto keeps a prefix on the `device` that computes if it fits there beside `working` bytes of activations once older
+    prefixes are evicted, else in RAM. `free` and `free_ram` return free bytes, `free` None where the device's memory is
+    unknown. `evict` takes bytes to free of the prefixes stored on the device, and KV blocks to exclude because they are
+    about to be used; it returns the bytes freed.
     """
 
     where: str
@@ -36,7 +37,7 @@ class Placement:
     evict: Callable[[int, Sequence[KVBlock]], int]
 
     def place(self, needed: int, cached: Sequence[KVBlock]) -> torch.device:
-        """The device for a prefix of which `needed` bytes are not on it yet, and which begins with stored KV blocks."""
+        """The device for a prefix that begins with the stored KV blocks `cached` and adds `needed` bytes to it."""
         if self._in_ram:
             return RAM
         lacking = needed + self.working - (self.free() or 0)
@@ -45,12 +46,12 @@ class Placement:
         return self.device if self.where == "gpu" or lacking <= 0 else RAM
 
     def spare(self) -> int | None:
-        """Free bytes of the device that computes; None where nothing is known of it."""
+        """Free bytes of the device that computes; None where they are unknown."""
         return self.free_ram() if self.device.type == "cpu" else self.free()
 
     def room(self) -> tuple[int | None, int]:
-        """Bytes for a prefix on the device (None where it cannot lie there) and in RAM: what is free, and what stored
-        prefixes would give up."""
+        """Bytes for a prefix on the device (None where it cannot be kept there) and in RAM: what is free, and what
+        evicting stored prefixes would free."""
         in_ram = self.free_ram() + self.store.nbytes(RAM)
         free = None if self._in_ram else self.free()
         return None if free is None else free + self.store.nbytes(self.device) - self.working, in_ram

@@ -1,4 +1,4 @@
-"""Reading stored K and V layer by layer, one layer ahead of the computation where they lie in RAM."""
+"""A reader of stored K and V, layer by layer; offloaded layers are fetched one layer ahead of the computation."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .kv import KVBlock
 
 
 class LayerReader:
-    """The layers of some KV blocks, in order, on the device that computes.
+    """Reads the layers of `kv_blocks`, in order, to the device that computes.
 
-    While one layer is worked on, the next one's packed bytes are already on their way where KV blocks lie in RAM beside
-    a CUDA device. So layers must be asked for one after another, from the first.
+    Where KV blocks are offloaded from a CUDA device, the next layer's packed bytes are copied while the current layer
+    is computed. So layers must be read one after another, from the first.
     """
 
     def __init__(self, kv_blocks: Sequence[KVBlock], device: torch.device, dtype: torch.dtype) -> None:
@@ -29,7 +29,7 @@ class LayerReader:
         self._fetch(0)
 
     def __call__(self, layer: int) -> list[tuple[Tensor, Tensor]]:
-        """k, v [1, H, n, D] of each KV block's layer, decoded."""
+        """Decoded k and v [1, H, n, D] of layer `layer` of each KV block."""
         packed = self._ahead
         if self._stream is not None:
             current = torch.cuda.current_stream(self._device)
@@ -41,7 +41,7 @@ class LayerReader:
         return [kv_block.decode(parts, self._dtype) for kv_block, parts in zip(self._kv_blocks, packed, strict=True)]
 
     def _fetch(self, layer: int) -> None:
-        """Start to bring a layer's packed parts."""
+        """Start to copy the packed parts of layer `layer` to the device."""
         if layer >= self._layers:
             self._ahead = []
         elif self._stream is None:

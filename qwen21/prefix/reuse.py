@@ -1,4 +1,4 @@
-"""What a report says of a prefix: how much of it was reused, why not more, and how it is kept."""
+"""Facts of a prefix for reports: how much of it was reused, why not more, and how it is kept."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from .kv import Prefix
 
 @dataclass(frozen=True)
 class Reuse:
-    """What became of one prefix: `kind` is hit, partial, miss or off, tokens are counted, times are seconds, `codec`
-    and `device` say how and where it is kept."""
+    """The result of one prefix lookup: `kind` is hit, partial, miss or off; `reused` of its `tokens` were stored;
+    `reason` says why not more; `spent` and `saved` are seconds; `codec` and `device` say how and where it is kept."""
 
     kind: str
     reused: int
@@ -25,7 +25,7 @@ class Reuse:
 
     @classmethod
     def of(cls, prefix: Prefix, reused: int, reason: str, kind: str | None = None) -> Reuse:
-        """Of a prefix whose first `reused` KV blocks were there before."""
+        """The lookup's result for `prefix`, whose first `reused` KV blocks were stored before."""
         old, new = prefix.kv_blocks[:reused], prefix.kv_blocks[reused:]
         return cls(
             kind or ("miss" if not old else "partial" if new else "hit"),
@@ -39,7 +39,7 @@ class Reuse:
         )
 
     def __str__(self) -> str:
-        """Such as `partial: 4111 of 4139 tokens reused, 1.21 s saved (the text is new)`."""
+        """One line, such as `partial: 4111 of 4139 tokens reused, 1.21 s saved (the text is new)`."""
         why = f" ({self.reason})" if self.reason else ""
         why = why if self.codec == "native" else f", kept as {self.codec}{why}"
         if self.kind == "hit":
@@ -50,7 +50,7 @@ class Reuse:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """As JSON, without the times: the same for the same run."""
+        """The result as JSON values without times, so that a repeated run gives the same."""
         names = ("kind", "reused", "tokens", "reason", "codec", "device")
         return {name: getattr(self, name) for name in names}
 
@@ -61,13 +61,13 @@ class Reuse:
 
 @dataclass(frozen=True)
 class PrefixFacts:
-    """What a report says of one prefix, without keeping its tensors alive."""
+    """Facts of one prefix for reports, which do not keep its tensors alive."""
 
     layout: PrefixLayout
-    kv_blocks: dict[int, int]  # bytes of each KV block by its id: prefixes share some
+    kv_blocks: dict[int, int]  # bytes of each KV block by its id, because prefixes share some
     reuse: Reuse
 
     @classmethod
     def of(cls, prefix: Prefix, reuse: Reuse) -> PrefixFacts:
-        """The facts of `prefix` as it is now."""
+        """The facts of `prefix` in its present state."""
         return cls(prefix.layout, {id(kv_block): kv_block.nbytes for kv_block in prefix.kv_blocks}, reuse)

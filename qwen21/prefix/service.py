@@ -1,6 +1,6 @@
-"""The one way from a prefix's inputs to its keys and values: stored KV blocks are taken, missing ones prefilled.
+"""The prefix service: takes a prefix's inputs, reuses its stored KV blocks and prefills the missing ones.
 
-The pipeline and the nodes both ask `PrefixService`.
+Both the pipeline and the nodes use `PrefixService`.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from .placement import Placement
 from .reuse import Reuse
 from .store import ModelIdentity, Store
 
-# Bytes that the device does not hold yet, and stored KV blocks that the prefix begins with -> where the prefix is kept.
+# Takes the bytes that the device does not hold yet and the stored KV blocks that the prefix begins with; returns the
+# device to keep the prefix on.
 Place = Callable[[int, Sequence[KVBlock]], torch.device]
 
 
 class Prefiller(Protocol):
-    """What computes prefixes: the diffusion transformer."""
+    """The part of the diffusion transformer that computes prefixes."""
 
     config: DiTConfig
 
     def prefill(
         self, text: Tensor, references: Sequence[Tensor], slots: Sequence[int], *, codec: Codec, **options: Any
     ) -> Prefix:
-        """K and V of a prefix; `options` are those of `DiT.prefill`."""
+        """K and V of a prefix; `options` are further parameters of `DiT.prefill`."""
 
 
 @dataclass(frozen=True)
 class PrefixInputs:
-    """What `DiT.prefill` takes, and a name for each KV block of it (`kv_block_keys`).
+    """The inputs of `DiT.prefill`, and the key of each of their KV blocks, from `kv_block_keys`.
 
-    text [T, text_width] in the compute dtype, references [C, h, w] normalised latents, slots the number of text tokens
-    before each reference.
+    text [T, text_width] is in the compute dtype, references [C, h, w] are normalised latents, and slots hold the number
+    of text tokens before each reference.
     """
 
     text: Tensor
@@ -64,7 +65,7 @@ class PrefixInputs:
 
 @dataclass(frozen=True)
 class RunLocal:
-    """Why a prefix may serve no other run: `kind` is what the report calls it (off or miss), `reason` says why."""
+    """The mark of a prefix that other runs may not reuse: `kind` is its kind in reports (off or miss), `reason` why."""
 
     kind: str
     reason: str
@@ -72,21 +73,21 @@ class RunLocal:
 
 @dataclass(frozen=True)
 class PrefixService:
-    """Prefixes for one run of one host.
+    """Gives one run its prefixes.
 
-    `placement` says where they are kept beside the run's activations, and owns the store. `codec` is auto or the name
-    of one. `identity` tells, for a codec's name, under which model identity other runs may reuse a prefix, or why they
-    may not.
+    `placement` decides where prefixes are kept beside the run's activations, and holds the store. `codec` is auto or a
+    codec's name. `identity` takes a codec's name and returns the model identity under which other runs may reuse a
+    prefix, or a `RunLocal` that says why they may not. `lays_out` is that of `ops.backend.Backend`.
     """
 
     dit: Prefiller
     placement: Placement
     codec: str
     identity: Callable[[str], ModelIdentity | RunLocal]
-    lays_out: bool | None = None  # see `Backend`
+    lays_out: bool | None = None
 
     def get(self, inputs: PrefixInputs, **prefill: Any) -> tuple[Prefix, Reuse]:
-        """The prefix of `inputs` and what became of it; further keywords go to `DiT.prefill`."""
+        """The prefix of `inputs` and how much of it was reused; further keywords go to `DiT.prefill`."""
         codec = self._codec_for(inputs)
         identity, place = self.identity(codec), self.placement.place
         if isinstance(identity, RunLocal):
@@ -94,8 +95,8 @@ class PrefixService:
         return stored_prefix(self.placement.store, identity, self.dit, inputs, place, **prefill)
 
     def lay_out(self, prefix: Prefix, tokens: int, dtype: torch.dtype) -> ContiguousKV | None:
-        """`prefix` decoded in one piece a layer, with room for a target of `tokens` tokens, where that fits beside the
-        run's activations; None where it does not, or where nothing is known of the device's memory."""
+        """`prefix` decoded to one tensor per layer, with room for a target of `tokens` tokens. None where that does not
+        fit beside the run's activations, or where the device's free memory is unknown."""
         if not (self._fits(prefix, tokens, dtype) if self.lays_out is None else self.lays_out):
             return None
         return ContiguousKV(prefix, tokens, self.dit.config.layers, self.placement.device, dtype)
@@ -115,10 +116,10 @@ class PrefixService:
 def stored_prefix(
     store: Store, identity: ModelIdentity, dit: Prefiller, inputs: PrefixInputs, place: Place, **prefill: Any
 ) -> tuple[Prefix, Reuse]:
-    """The prefix of `inputs`: its longest stored match, and the rest prefilled and stored.
+    """The prefix of `inputs`: the longest match in `store`, with the rest prefilled and stored.
 
-    `place` says where to keep it; further keywords go to `DiT.prefill`. Batches, both guidance branches and later runs
-    share what they have in common.
+    `place` returns the device to keep it on; further keywords go to `DiT.prefill`. Batches, both guidance branches and
+    later runs share the KV blocks that they have in common.
     """
     codec, device = codec_named(identity.codec), inputs.text.device
     why = store.why_missing(identity, inputs.keys, kv_block_names(inputs.layout))
@@ -139,8 +140,8 @@ def stored_prefix(
 def run_local_prefix(
     dit: Prefiller, inputs: PrefixInputs, codec: str, place: Place, kind: str, reason: str, **prefill: Any
 ) -> tuple[Prefix, Reuse]:
-    """The prefix of `inputs`, all prefilled and kept by nobody else: `kind` and `reason` say why."""
-    kept = codec_named(codec)
-    storage = place(inputs.nbytes(dit.config, kept), ())
-    prefix = dit.prefill(inputs.text, inputs.references, inputs.slots, codec=kept, storage=storage, **prefill)
+    """The prefix of `inputs`, prefilled as a whole and not stored; `kind` and `reason` go into its report."""
+    kv_codec = codec_named(codec)
+    storage = place(inputs.nbytes(dit.config, kv_codec), ())
+    prefix = dit.prefill(inputs.text, inputs.references, inputs.slots, codec=kv_codec, storage=storage, **prefill)
     return prefix, Reuse.of(prefix, 0, reason, kind)

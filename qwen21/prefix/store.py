@@ -1,4 +1,4 @@
-"""The prefix store: KV blocks of K and V that outlive a run, found again by what made them."""
+"""The prefix store: KV blocks that outlive a run, looked up by keys of what they were computed from."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .host_memory import same_device
 from .kv import KVBlock
 from .reuse import Reuse
 
-REMEMBERED = 1024  # KV blocks given up whose reason is still known
+REMEMBERED = 1024  # evicted KV blocks of which the reason is remembered
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """What else K and V depend on besides a prefix's inputs. Two are equal where their prefixes may be shared.
+    """All that K and V depend on besides a prefix's inputs. Runs with equal identities may share prefixes.
 
-    weights: the stamp of the network's files and config; patches: a content hash of the LoRAs in force, or ''. prefill:
+    weights: the stamp of the network's files and config; patches: a content hash of the active LoRAs, or ''; prefill:
     segments or flex, which round differently.
     """
 
@@ -36,7 +36,7 @@ class ModelIdentity:
              "prefill": "another way to prefill"}  # fmt: skip
 
     def changes(self, other: ModelIdentity) -> list[str]:
-        """What differs, in words."""
+        """What differs from `other`, in words."""
         return [self.NAMES[f.name] for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
 
 
@@ -45,7 +45,7 @@ Key = tuple[ModelIdentity, str]
 
 @dataclass
 class Statistics:
-    """What a store has done since it was made."""
+    """Counts of a store since it was created."""
 
     hits: int = 0
     partial: int = 0
@@ -57,10 +57,10 @@ class Statistics:
 
 
 class Store:
-    """KV blocks by (model, what made them and all before them), within a budget of bytes; least recently used ones go.
+    """KV blocks by model identity and key, within a budget of bytes; the least recently used ones are evicted.
 
-    Chains are used from their heads, so a KV block is never kept longer than the ones before it. All methods may be
-    called from any thread. A KV block that is given up lives on in the prefixes that hold it.
+    A prefix is looked up as the chain of its KV blocks, from the first, so no KV block is kept longer than the ones
+    before it. All methods may be called from any thread. Prefixes that hold an evicted KV block keep it alive.
     """
 
     def __init__(self, budget: int) -> None:
@@ -73,7 +73,7 @@ class Store:
         self._lock = threading.RLock()
 
     def longest_match(self, identity: ModelIdentity, keys: Sequence[str]) -> list[KVBlock]:
-        """The stored KV blocks that a chain begins with, as many as there are."""
+        """The longest run of stored KV blocks with which the chain of `keys` begins."""
         with self._lock:
             found: list[KVBlock] = []
             for key in keys:
@@ -85,23 +85,23 @@ class Store:
             return found
 
     def holds(self, identity: ModelIdentity, keys: Sequence[str], device: torch.device | None = None) -> int:
-        """How many KV blocks of a chain are stored, from its first, on a device or on any. Counts as no use."""
+        """How many KV blocks at the beginning of a chain are stored, on `device` or on any. Does not count as a use."""
         with self._lock:
             kv_blocks = [self._kv_blocks.get((identity, key)) for key in keys]
             return next(
-                (i for i, kv_block in enumerate(kv_blocks) if kv_block is None or not _lies(kv_block, device)),
+                (i for i, kv_block in enumerate(kv_blocks) if kv_block is None or not _is_on(kv_block, device)),
                 len(keys),
             )
 
     def add(self, identity: ModelIdentity, keys: Sequence[str], kv_blocks: Sequence[KVBlock]) -> None:
-        """Keep a chain, as far as the budget goes: its head outlasts its tail."""
+        """Store a chain of `kv_blocks`. If it exceeds the budget, its first KV blocks outlast its last ones."""
         with self._lock:
             self._latest = identity
             parent: Key | None = None
             kept = 0
             for key, kv_block in zip(keys, kv_blocks, strict=True):
                 if self._kv_blocks.setdefault((identity, key), kv_block) is not kv_block:
-                    break  # another thread made this one too: what was made behind ours must not be found behind it
+                    break  # another thread stored this key: our later blocks do not continue its block
                 self._parents[identity, key] = parent
                 self._gone.pop((identity, key), None)
                 parent = identity, key
@@ -110,7 +110,7 @@ class Store:
             self._drop(self.nbytes() - self.budget, lambda kv_block: True, "the store's budget was full")
 
     def why_missing(self, identity: ModelIdentity, keys: Sequence[str], names: Sequence[str]) -> str:
-        """Why the first of `keys` that is not stored is not; `names` say what people call each KV block."""
+        """Why the first missing KV block of `keys` is not stored, '' if none is; `names` are the blocks' names."""
         with self._lock:
             at = self.holds(identity, keys)
             if at == len(keys):
@@ -124,9 +124,9 @@ class Store:
             return f"new from {names[at]} on" if at < len(keys) - 1 else f"{names[at]} is new"
 
     def nbytes(self, device: torch.device | None = None) -> int:
-        """Bytes stored, on a device or on all."""
+        """Bytes stored, on `device` or on all."""
         with self._lock:
-            return sum(kv_block.nbytes for kv_block in self._kv_blocks.values() if _lies(kv_block, device))
+            return sum(kv_block.nbytes for kv_block in self._kv_blocks.values() if _is_on(kv_block, device))
 
     def release(
         self,
@@ -137,22 +137,24 @@ class Store:
         most: int | None = None,
         exclude: Sequence[KVBlock] = (),
     ) -> int:
-        """Free at least `nbytes` of what lies on `device`, oldest first, and return how many were freed.
+        """Free at least `nbytes` on `device`, least recently used KV blocks first; returns the bytes freed.
 
-        KV blocks move to the device `to` if given, at most `most` bytes of them, else they go. Those to be used now are
-        spared.
+        KV blocks move to the device `to` if given, at most `most` bytes of them, else they are dropped. Those in
+        `exclude`, which are about to be used, stay.
         """
-        spared = {id(kv_block) for kv_block in exclude}
+        excluded = {id(kv_block) for kv_block in exclude}
         with self._lock:
             if to is None:
-                return self._drop(nbytes, lambda kv_block: _lies(kv_block, device) and id(kv_block) not in spared, why)
+                return self._drop(
+                    nbytes, lambda kv_block: _is_on(kv_block, device) and id(kv_block) not in excluded, why
+                )
             freed = 0
             for kv_block in list(self._kv_blocks.values()):
                 if freed >= nbytes:
                     break
                 if (
-                    id(kv_block) not in spared
-                    and _lies(kv_block, device)
+                    id(kv_block) not in excluded
+                    and _is_on(kv_block, device)
                     and (most is None or freed + kv_block.nbytes <= most)
                 ):
                     freed += kv_block.nbytes
@@ -164,7 +166,7 @@ class Store:
             self._drop(self.nbytes(), lambda kv_block: True, why)
 
     def count(self, reuse: Reuse) -> None:
-        """Take a finished lookup into the statistics."""
+        """Add a finished lookup to the statistics."""
         with self._lock:
             numbers = self.statistics
             numbers.hits += reuse.kind == "hit"
@@ -178,7 +180,7 @@ class Store:
         return len(self._kv_blocks)
 
     def _touch(self, identity: ModelIdentity, keys: Sequence[str]) -> None:
-        for key in reversed(keys):  # the head last, so that it is the last to go
+        for key in reversed(keys):  # the chain's first block last, so that it is evicted last
             self._kv_blocks.move_to_end((identity, key))
 
     def _drop(self, nbytes: int, wanted: Callable[[KVBlock], bool], why: str) -> int:
@@ -193,7 +195,8 @@ class Store:
         return freed
 
     def _forget(self, key: Key, wanted: Callable[[KVBlock], bool], why: str) -> int:
-        """Drop a KV block and those behind it, which cannot be found without it; returns the freed bytes that count."""
+        """Drop a KV block and those after it in its chains, which cannot be found without it; returns the bytes freed
+        of blocks that are `wanted`."""
         kv_block = self._kv_blocks.pop(key)
         del self._parents[key]
         self._gone[key] = why
@@ -204,5 +207,5 @@ class Store:
         return freed
 
 
-def _lies(kv_block: KVBlock, device: torch.device | None) -> bool:
+def _is_on(kv_block: KVBlock, device: torch.device | None) -> bool:
     return device is None or same_device(kv_block.device, device)

@@ -17,11 +17,11 @@ from .options import read_options
 
 @dataclass(frozen=True)
 class Request:
-    """What to paint. Sizes in pixels; `size` overrides `canvas`, `sigmas` overrides `schedule`. Without `size` and
-    references the output follows the shape of `init_image`.
+    """What to paint. Sizes are in pixels; `size` overrides `canvas`, `sigmas` overrides `schedule`. Without `size` and
+    references the output has the shape of `init_image`.
 
-    `prompts` is one prompt, or one per picture of the batch; unequal prompts each give their solo result. Pictures are
-    RGBA images, as `inputs.images.open_image` opens them.
+    `prompts` is one prompt for the whole batch, or one per picture. Each picture of a batch with different prompts
+    equals the one that its prompt gives alone. Pictures are RGBA images, as `inputs.images.open_image` opens them.
     """
 
     prompts: str | tuple[str, ...]
@@ -32,10 +32,10 @@ class Request:
     steps: int | None = None
     schedule: str = "auto"
     sigmas: tuple[float, ...] | None = None
-    shift: float | str | None = None  # of `sigmas`: mu, or dynamic
+    shift: float | str | None = None  # time shift of `sigmas`: mu, or dynamic
     seed: int = 0
     size: tuple[int, int] | None = None
-    resolution: int | None = None  # 0 is each picture's own size, None what the model is made for
+    resolution: int | None = None  # 0: each picture's own size; None: what the model was trained on
     canvas: str = "last"
     batch: int = 1
     edit_noise: str = "decorrelated"

@@ -1,4 +1,4 @@
-"""What to paint, and everything about it that can be decided or refused before a weight is loaded."""
+"""Requests: what to paint, and everything about it that can be decided or refused before a weight is loaded."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ MAX_STEPS = 1000
 SEEDS = 2**64
 MAX_SIDE = 16384  # pixels
 MIN_DENOISE = 0.001
-MAX_ASPECT_CHANGE = 1.05  # so much the grid of 32 pixels may change a picture's shape, which at usual sizes is less
+MAX_ASPECT_CHANGE = 1.05  # change of a picture's aspect ratio without a warning; the 32 pixel grid changes it by less
 
 
 @dataclass(frozen=True)
 class ResolvedRequest:
-    """A request with everything decided that needs no weights."""
+    """A request together with all decisions about it that need no weights."""
 
     request: Request
     references: tuple[Reference, ...]
     size: Size  # in pixels
     schedule: Schedule
-    cfg: tuple[float, ...]  # a value per step
+    cfg: tuple[float, ...]  # one value per step
     noise_seed: int
     warnings: tuple[str, ...]
 
@@ -53,13 +53,13 @@ class ResolvedRequest:
 
 
 def resolve_request(request: Request, files: ModelFiles) -> ResolvedRequest:
-    """Check a request and decide sizes, schedule, guidance and noise. Loads nothing."""
+    """Check a request, prepare its references, and decide sizes, schedule, guidance and noise. Loads no weights."""
     decided = decide(request, files)
     return replace(decided, references=tuple(prepare_references(request.references, decided.request.resolution)))
 
 
 def decide(request: Request, files: ModelFiles) -> ResolvedRequest:
-    """The plan but for its references. Of the request's pictures only `size` is asked, so none has to be read."""
+    """The resolved request without its references. Only the `size` of pictures is used, so none has to be decoded."""
     warnings: list[str] = []
     if request.resolution is None:
         smallest, _ = files.trained_sizes or (DEFAULT_RESOLUTION, None)
@@ -85,8 +85,8 @@ def decide(request: Request, files: ModelFiles) -> ResolvedRequest:
 
 
 def size_warning(trained: tuple[int, int] | None, size: Size | None, references: Sequence[Size] = ()) -> str | None:
-    """A line where a model that was trained on `trained` pixels a side (smallest, largest) is given another size, as
-    the output's (width, height) or as a reference's after resizing. None where nothing is known or all is well."""
+    """A warning where `size` (the output's width and height) or a resized reference lies outside the sides in pixels
+    (smallest, largest) that the model was `trained` on. None where all lie within, or `trained` is unknown."""
     if trained is None:
         return None
     smallest, largest = trained
@@ -139,7 +139,7 @@ def require_seed(seed: int) -> None:
 
 
 def _canvas(request: Request, warnings: list[str]) -> Size:
-    """(width, height): as asked, or after a reference, or after the picture to start from."""
+    """(width, height) of the output: the requested size, or that of a reference or of the init image."""
     start = [] if request.init_image is None else [request.init_image]
     sizes = [picture.size for picture in request.references or start]
     canvas = canvas_size(sizes, request.size or request.canvas, request.resolution)
@@ -149,7 +149,7 @@ def _canvas(request: Request, warnings: list[str]) -> Size:
 
 
 def _stretched(request: Request, size: Size) -> list[str]:
-    """A line where the picture to start from loses its shape, and one where its mask does."""
+    """Warnings where the init image or its mask is resized to another aspect ratio."""
     start, mask, lines = request.init_image, request.mask, []
     if start is not None and _differ(start.size, size):
         lines.append(f"--init-image is stretched from {_by(start.size)} to {_by(size)}; choose a --size of its shape")
@@ -159,7 +159,7 @@ def _stretched(request: Request, size: Size) -> list[str]:
 
 
 def _differ(size: Size, other: Size) -> bool:
-    """Whether two shapes differ by more than `MAX_ASPECT_CHANGE`."""
+    """Whether the aspect ratios of two sizes differ by more than the factor `MAX_ASPECT_CHANGE`."""
     a, b = size[0] * other[1], size[1] * other[0]
     return max(a, b) > MAX_ASPECT_CHANGE * min(a, b)
 
