@@ -1,4 +1,4 @@
-"""Fields of the configurations and their keys in `config.json`, and which of them the shapes of tensors tell."""
+"""The fields of the configurations, their keys in `config.json`, and which of them follow from tensor shapes."""
 
 from __future__ import annotations
 
@@ -57,20 +57,20 @@ SCHEDULE_KEYS = {
 
 
 def to_json(keys: dict[str, str], config: Any, without: Set[str] = frozenset()) -> dict[str, Any]:
-    """The fields of a configuration under their keys in `config.json`, tuples as lists."""
+    """The fields of `config` by their keys in `config.json`, tuples as lists, except the fields `without`."""
     values = {key: getattr(config, name) for name, key in keys.items() if name not in without}
     return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
-# What shapes do not tell, or not alone; never compared with them.
+# Fields that do not follow from shapes alone, and so are never compared with them.
 UNTOLD = {"rope_axes", "eps", "latents_mean", "latents_std", "rope_base", "mrope_sections", "merge", "deepstack"}
 UNTOLD_OF_VISION = UNTOLD | {"heads"}
 
 
 def differences(config: Any, told: Any, without: Set[str] = frozenset()) -> Iterator[tuple[str, Any, Any]]:
-    """Key, value in `config`, value in `told` of every size that shapes tell and that the two do not agree on.
+    """The key, the value in `config` and that in `told` of every field where they differ and that shapes determine.
 
-    Both are of one class. `without` are further fields to leave out.
+    `told` is the configuration read from tensor shapes, of the class of `config`. `without` names fields to leave out.
     """
     if hasattr(config, "vision"):
         yield from _differences(TEXT_KEYS, UNTOLD, config.text, told.text)

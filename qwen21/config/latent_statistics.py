@@ -1,4 +1,4 @@
-"""Per-channel mean and deviation of the released VAE's latents; single files do not carry them."""
+"""Mean and standard deviation of the released VAE's latents per channel, which single-file checkpoints lack."""
 
 LATENTS_MEAN = (
     0.5126, 0.7721, -0.0631, 1.3506, -0.7855, -2.1025, -0.3458, 1.3722, 1.8873, -1.7177, -0.651, 0.2732, 0.7562,

@@ -1,7 +1,7 @@
-"""Sizes of the networks as frozen dataclasses: from a diffusers `config.json`, or from the shapes of a checkpoint.
+"""Sizes of the networks as frozen dataclasses, read from a diffusers `config.json` or from a checkpoint's shapes.
 
-The defaults are the released model's. What tensor shapes cannot tell (rope axes and base, eps, vision heads, latent
-statistics, schedule numbers) is always the released constant.
+The defaults are the released model's. Values that do not follow from tensor shapes (RoPE axes and base, eps, vision
+heads, latent statistics, schedule numbers) are then the released constants.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_REFERENCES = 10
 MAX_BATCH = 64
 LATENT_PIXELS = 16  # pixels per latent cell, each way
 SHIFTED_TOKENS = 65536  # latent tokens of 4096 x 4096 pixels
-MOST_SHIFT = 15.0  # beyond it the schedule's first steps are all 1 in fp32; the released one reaches 3.8
+MOST_SHIFT = 15.0  # above it the schedule's first steps are all 1 in fp32; the released shift reaches 3.8
 SIZE_MULTIPLE = 32  # one vision token covers 2x2 latent cells, so sizes are multiples of 32 pixels
 
 
@@ -79,7 +79,7 @@ class DiTConfig:
 
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> DiTConfig:
-        """From tensors named as in `dit.py` (split `to_q`, `gate_layer`, `proj`)."""
+        """The sizes in `shapes` of tensors named as in `models/dit.py` (split `to_q`, `gate_layer`, `proj`)."""
         width, in_channels = shape_of(shapes, "img_in.weight", 2)
         (head_dim,) = shape_of(shapes, "transformer_blocks.0.attn.norm_q.weight", 1)
         mlp_width, _ = shape_of(shapes, "transformer_blocks.0.img_mlp.proj.weight", 2)
@@ -101,7 +101,7 @@ class DiTConfig:
 class VAEConfig:
     """Sizes of the RGBA VAE. Source: released `vae/config.json`.
 
-    `slots[i]` is the number of time slots (f_t) of stage i's shortcut in the encoder; the decoder runs them backwards.
+    `slots[i]` is the number of time slots (f_t) of the shortcut of encoder stage i; the decoder has them reversed.
     """
 
     base_width: int = 96
@@ -143,7 +143,7 @@ class VAEConfig:
 
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> VAEConfig:
-        """From tensors named as in `vae.py` (diffusers names)."""
+        """The sizes in `shapes` of tensors named as in `models/vae.py` (diffusers names)."""
         decoder_top, latent_channels = shape_of(shapes, "decoder.conv_in.weight", 4)[:2]
         stages = count_of(shapes, "decoder.up_blocks.")
         widths = [shape_of(shapes, f"decoder.up_blocks.{i}.resnets.0.conv1.weight", 4)[0] for i in range(stages)]
@@ -168,10 +168,10 @@ class VAEConfig:
 
 
 def _slots(shapes: Shapes, stage: int, released: int) -> int:
-    """Time slots of one of the VAE's stages: two where it has a `time_conv`, else the released number.
+    """The number of time slots of a VAE stage: two where it has a `time_conv`, else the `released` number.
 
-    Pictures need no `time_conv`, so a file may lack some. One in a stage that is released without says that this is
-    another VAE, if the encoder and the decoder agree.
+    Pictures need no `time_conv`, so a file may lack some. One in a stage that has none in the released VAE means
+    another VAE, if encoder and decoder agree.
     """
     mirrored = len(VAEConfig().slots) - 1 - stage
     names = [f"encoder.down_blocks.{stage}.downsampler", f"decoder.up_blocks.{mirrored}.upsampler"]
@@ -230,7 +230,7 @@ class EncoderConfig:
     vision: VisionConfig = VisionConfig()
 
     def require_buildable(self) -> None:
-        """`UserError` where sizes do not fit each other. Not done on creation: shapes alone do not tell them all."""
+        """Raise `UserError` where sizes do not match. Not done on creation, because shapes do not give all sizes."""
         text, vision = self.text, self.vision
         if vision.out_width != text.width:
             raise UserError(f"out_hidden_size is {vision.out_width}, expected the language model's width {text.width}")
@@ -255,7 +255,8 @@ class EncoderConfig:
 
     @classmethod
     def from_transformers(cls, config: Mapping[str, Any]) -> EncoderConfig:
-        """From a Hugging Face `config.json`, with `rope_theta` and `rope_scaling` (4.x) or `rope_parameters` (5.x)."""
+        """The sizes in a Hugging Face `config.json`, with `rope_theta` and `rope_scaling` (transformers 4.x) or
+        `rope_parameters` (5.x)."""
         if config.get("model_type", "qwen3_vl") != "qwen3_vl":
             raise UserError(
                 f"the text encoder is of type {short(config['model_type'])}, expected 'qwen3_vl' (Qwen3-VL-8B)"
@@ -268,7 +269,7 @@ class EncoderConfig:
 
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> EncoderConfig:
-        """From tensors named as in `Qwen3VLModel` (`language_model.*`, `visual.*`)."""
+        """The sizes in `shapes` of tensors named as in `Qwen3VLModel` (`language_model.*`, `visual.*`)."""
         vocabulary, width = shape_of(shapes, "language_model.embed_tokens.weight", 2)
         layer = "language_model.layers.0."
         (head_dim,) = shape_of(shapes, layer + "self_attn.q_norm.weight", 1)
@@ -323,9 +324,9 @@ class ScheduleConfig:
 
     @classmethod
     def from_diffusers(cls, config: Mapping[str, Any], turbo_sigmas: tuple[float, ...] | None = None) -> ScheduleConfig:
-        """From `scheduler_config.json` and the checked `sample_sigmas` of `model_index.json`.
+        """The schedule in `scheduler_config.json`, with the checked `sample_sigmas` of `model_index.json`.
 
-        A Turbo folder's scheduler has no dynamic shift; the base numbers then stay the released ones.
+        A Turbo folder's scheduler has no dynamic shift; the base schedule then keeps its released numbers.
         """
         values: dict[str, Any] = {}
         if flag("use_dynamic_shifting", config.get("use_dynamic_shifting", True)):

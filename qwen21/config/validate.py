@@ -1,4 +1,4 @@
-"""What files say, checked before anything is built from it: numbers by declared type and range, shapes, counts."""
+"""Checks of values from files, before anything is built from them: numbers by type and range, shapes, counts."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ import numpy as np
 
 from ..errors import UserError
 
-LARGEST = 2**20  # of any size in a config, several times the largest released one
+LARGEST = 2**20  # limit of every size in a config, several times the largest released size
 MOST_LAYERS = 4096
-MOST_VALUES = 1024  # in a list whose length the type leaves open
+MOST_VALUES = 1024  # limit of a list's length where its type has none
 
 
 @dataclass(frozen=True)
 class Within:
-    """Range of a number, ends included: `Annotated[float, Within(0, 1)]`. Without one, sizes are 1 to `LARGEST`."""
+    """A range with both ends included: `Annotated[float, Within(0, 1)]`. Without one, integers are 1 to `LARGEST`."""
 
     low: float
     high: float
 
 
 def short(value: Any) -> str:
-    """`repr` on one line of at most 80 characters, whatever a file holds."""
+    """The `repr` of any `value` on one line of at most 80 characters."""
     cut = reprlib.Repr()
     cut.maxlevel, cut.maxlist, cut.maxdict, cut.maxstring, cut.maxlong, cut.maxother = 3, 8, 4, 76, 40, 76
     text = cut.repr(value)
@@ -35,7 +35,7 @@ def short(value: Any) -> str:
 
 
 def printable(name: str) -> str:
-    """A name as it is, or shortened and quoted where it is long or would break the line."""
+    """`name` unchanged, or shortened and quoted where it is long or not printable."""
     return name if len(name) <= 80 and name.isprintable() else short(name)
 
 
@@ -43,16 +43,17 @@ def printable(name: str) -> str:
 
 
 def pick(cls: type, config: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    """The entries of a JSON config that a dataclass knows, by `keys` (field to JSON key); absent ones are left out.
+    """The values in a JSON `config` of the fields of dataclass `cls`; `keys` maps fields to JSON keys. Fields that are
+    absent in `config` are left out.
 
-    `UserError` where a value is not of the field's type and range, or a list not of its length.
+    `UserError` where a value has not the field's type and range, or a list not its length.
     """
     hints = get_type_hints(cls, include_extras=True)
     return {name: _checked(key, config[key], hints[name]) for name, key in keys.items() if key in config}
 
 
 def table(config: Mapping[str, Any], key: str, *, null: bool = False) -> Mapping[str, Any]:
-    """The object under `key`, empty if absent (or null, where that is usual)."""
+    """The JSON object at `key` of `config`, empty if absent (or null, where `null` allows it)."""
     value = config.get(key, {})
     if value is None and null:
         return {}
@@ -94,7 +95,7 @@ def _checked(key: str, value: Any, hint: Any) -> Any:
 
 
 def _kind(hint: Any) -> tuple[type, Within]:
-    """int or float, and its range."""
+    """The type (int or float) and the range that a field's type `hint` declares."""
     if get_origin(hint) is Annotated:
         return get_args(hint)
     return hint, Within(1, LARGEST) if hint is int else Within(-1e6, 1e6)
@@ -107,7 +108,8 @@ def _fits(value: Any, kind: type, limits: Within) -> bool:
 
 
 def require_falling(values: Sequence[float], what: str) -> None:
-    """Sigmas must lie within 0 and 1 and strictly fall, as fp32 too."""
+    """Raise `UserError` unless the sigmas `values` lie within 0 and 1 and strictly fall, also in fp32; `what` names
+    them."""
     if not all(isinstance(v, Real) and not isinstance(v, bool) and 0 <= v <= 1 for v in values):
         raise UserError(f"{what} must lie within 0 and 1; 1 is pure noise, 0 the finished picture")
     rounded = np.array(values, dtype=np.float32)
@@ -116,7 +118,7 @@ def require_falling(values: Sequence[float], what: str) -> None:
 
 
 def sample_sigmas(value: Any) -> tuple[float, ...]:
-    """Turbo's grid, as `sample_sigmas` of `model_index.json` gives it: strictly falling, without the final 0."""
+    """Turbo's sigmas, checked, from `sample_sigmas` of `model_index.json`: strictly falling, without the final 0."""
     if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= 1000:
         count = f" ({len(value)} values)" if isinstance(value, (list, tuple)) else ""
         raise UserError(f"sample_sigmas is {short(value)}{count}, expected a list of 1 to 1000 numbers")
@@ -130,7 +132,7 @@ def sample_sigmas(value: Any) -> tuple[float, ...]:
 
 
 def shape_of(shapes: Mapping[str, tuple[int, ...]], name: str, rank: int) -> tuple[int, ...]:
-    """Shape of the tensor `name`; `UserError` if it is absent, empty or not of that rank."""
+    """The shape of the tensor `name`; `UserError` if it is absent, empty or not of rank `rank`."""
     if name not in shapes:
         raise UserError(f"tensor {name!r} is missing, so the model's size cannot be read; download it again")
     shape = tuple(shapes[name])
@@ -142,8 +144,8 @@ def shape_of(shapes: Mapping[str, tuple[int, ...]], name: str, rank: int) -> tup
 
 
 def count_of(shapes: Mapping[str, tuple[int, ...]], prefix: str) -> int:
-    """Number of consecutive `prefix` + index + `.` groups, from 0. A gap is a damaged file."""
-    # Longer runs of digits are no index; int() refuses more than 4300 of them.
+    """The number of consecutive groups named `prefix` + index + `.`, from 0; `UserError` for a gap."""
+    # Longer runs of digits are not indices; int() refuses more than 4300 digits.
     indices = (re.match(r"(0|[1-9][0-9]{0,17})\.", key[len(prefix) :]) for key in shapes if key.startswith(prefix))
     found = {int(match[1]) for match in indices if match}
     for i in range(len(found)):

@@ -1,1 +1,1 @@
-"""What goes into the networks: pictures, references, the prompt template and the tokenizer."""
+"""Inputs of the networks: pictures, references, the prompt template and the tokenizer."""

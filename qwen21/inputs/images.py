@@ -1,7 +1,7 @@
 """Pictures as 8-bit RGBA: read from files, written as PNG, WebP or JPEG, turned into VAE pixels and back.
 
-Every user's picture becomes RGBA before anything else looks at it; the conversions to and from VAE pixels equal those
-of diffusers' `VaeImageProcessor` bit for bit.
+Every picture of a user is converted to RGBA before any other use; the conversions to and from VAE pixels equal those of
+diffusers' `VaeImageProcessor` bit for bit.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from PIL import ExifTags, Image, ImageOps, PngImagePlugin, UnidentifiedImageErro
 from ..atomic_write import write_together
 from ..errors import UserError
 
-# What people's pictures come in. Not Pillow's whole list: EPS starts a program, others are unmaintained parsers.
+# Formats that are read. Not all of Pillow's: EPS starts a program, and some parsers are unmaintained.
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
-SUFFIXES = (".png", ".webp", ".jpg", ".jpeg")  # of pictures that are written
+SUFFIXES = (".png", ".webp", ".jpg", ".jpeg")  # of written pictures
 LARGEST_EXIF = 65533  # bytes in a JPEG
 LARGEST_WEBP = 16383  # pixels a side
 READABLE = "a PNG, JPEG or WebP picture"
@@ -64,7 +64,7 @@ def open_image(path: str | os.PathLike[str]) -> Image.Image:
     try:
         if path.is_dir():
             raise UserError(f"{str(path)!r} is a folder, expected {READABLE}; name one file in it")
-        if path.exists() and not path.is_file():  # a pipe would wait for ever
+        if path.exists() and not path.is_file():  # a pipe would block forever
             raise UserError(f"{str(path)!r} is no regular file, expected {READABLE}")
         return _decode(path)
     except FileNotFoundError:
@@ -97,7 +97,7 @@ def _upright(image: Image.Image) -> Image.Image:
 
 
 def to_rgba(image: Image.Image) -> Image.Image:
-    """Any Pillow image as 8-bit RGBA. 16-bit greys are scaled (Pillow's own conversion clips them to white)."""
+    """Any Pillow image as 8-bit RGBA. 16-bit greys are scaled (Pillow's own conversion would clip them to white)."""
     if min(image.size) < 1:
         raise UserError(f"the picture is {image.width}x{image.height} pixels, expected at least 1x1")
     if image.mode.startswith("I"):
@@ -119,7 +119,7 @@ def _scale_16_bit(image: Image.Image) -> Image.Image:
 
 
 def from_pixels(pixels: np.ndarray | torch.Tensor) -> Image.Image:
-    """RGBA image of pixels [H, W, C], C = 1, 3 or 4, uint8 or floats in [0, 1] (rounded; without alpha opaque)."""
+    """RGBA image of pixels [H, W, C], C = 1, 3 or 4, uint8 or floats in [0, 1], rounded; opaque without alpha."""
     array = pixels.detach().cpu() if isinstance(pixels, torch.Tensor) else np.asarray(pixels)
     if isinstance(array, torch.Tensor):
         array = (array.float() if array.is_floating_point() else array).numpy()
@@ -135,7 +135,7 @@ def from_pixels(pixels: np.ndarray | torch.Tensor) -> Image.Image:
 
 
 def to_pixels(image: Image.Image) -> torch.Tensor:
-    """Pixels [H, W, 4], floats in [0, 1], of an RGBA image: what `from_pixels` takes back."""
+    """Pixels [H, W, 4], floats in [0, 1], of an RGBA image: the inverse of `from_pixels`."""
     return torch.from_numpy(np.array(image).astype(np.float32) / 255.0)
 
 
@@ -164,10 +164,10 @@ def png_bytes(image: Image.Image | np.ndarray | torch.Tensor, text: Mapping[str,
 
 
 def picture_bytes(image: Image.Image, suffix: str, text: Mapping[str, str] | None = None) -> bytes:
-    """A picture file of the kind that `suffix` names, one of `SUFFIXES`, with `text` in its metadata.
+    """A picture file in the format of `suffix`, one of `SUFFIXES`, with `text` in its metadata.
 
-    PNG and WebP are lossless and keep alpha, WebP also the colours of what is transparent; JPEG is over white. In WebP
-    and JPEG the text is JSON in EXIF's UserComment; a JPEG holds no more than 64 KiB of it, and then none at all.
+    PNG and WebP are lossless and keep alpha, WebP with the colours of transparent pixels; JPEG is composited over
+    white. In WebP and JPEG the text is JSON in EXIF's UserComment; a JPEG with more than 64 KiB of it holds no text.
     """
     if suffix == ".png":
         return png_bytes(image, text)
@@ -194,7 +194,7 @@ def over_white(image: Image.Image) -> Image.Image:
 def save_png(
     image: Image.Image | np.ndarray | torch.Tensor, path: str | os.PathLike[str], text: Mapping[str, str] | None = None
 ) -> None:
-    """Writes an RGBA PNG with text chunks: all of it, or nothing. `UserError` if the path cannot be written."""
+    """Write an RGBA PNG with text chunks atomically. `UserError` if the path cannot be written."""
     write_together({Path(path): png_bytes(image, text)})
 
 
@@ -214,7 +214,7 @@ def from_vae_pixels(pixels: torch.Tensor) -> list[Image.Image]:
 
 
 def fit(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """An RGBA image resized to (width, height) by Lanczos, as references are."""
+    """`image` as RGBA, resized to `size` (width, height) by Lanczos, as references are."""
     return to_rgba(image).resize(size, Image.Resampling.LANCZOS)
 
 
@@ -232,10 +232,10 @@ def _whiteness(mask: Image.Image) -> torch.Tensor:
 def kept_outside(
     painted: list[Image.Image], picture: Image.Image | None, mask: Image.Image | None
 ) -> list[Image.Image]:
-    """RGBA images `painted`, with the pixels of `picture` where `mask` is black, and a blend where it is grey.
+    """The images `painted`, with the pixels of `picture` where `mask` is black, and a blend where it is grey.
 
-    Picture and mask are brought to the painted size. Colours blend by how opaque they are. Without a mask all is as
-    painted.
+    Picture and mask are resized to the painted size. Colours are weighted by their alpha. Without a picture or a mask,
+    `painted` is returned unchanged.
     """
     if picture is None or mask is None or not painted:
         return painted
@@ -246,7 +246,7 @@ def kept_outside(
 
 
 def _blended(own: np.ndarray, painted: np.ndarray, share: np.ndarray) -> Image.Image:
-    """Pixels [H, W, 4], 0 to 255, of both: `share` [H, W, 1] of the painted ones."""
+    """A blend of pixels `own` and `painted` [H, W, 4], 0 to 255; `share` [H, W, 1] is the weight of `painted`."""
     alpha = (1 - share) * own[..., 3:] + share * painted[..., 3:]
     weight = np.divide(share * painted[..., 3:], alpha, out=share.copy(), where=alpha > 0)
     colour = (1 - weight) * own[..., :3] + weight * painted[..., :3]
@@ -256,8 +256,8 @@ def _blended(own: np.ndarray, painted: np.ndarray, share: np.ndarray) -> Image.I
 def is_opaque(opacity: torch.Tensor) -> bool:
     """Whether decoded alphas `opacity` [B, ...] in [0, 1] are those of opaque pictures.
 
-    A decoder gives an opaque picture no alpha of 1 everywhere: single pixels of 210 of 255 were seen, and one pixel in
-    1000 below 240. So no pixel may be below 192, and of each picture one in a hundred below 240.
+    Decoded alphas of an opaque picture are not 1 everywhere: single pixels of 210 of 255 were seen, and one pixel in
+    1000 below 240. So no pixel may be below 192, and at most 1% of each picture's pixels below 240.
     """
     faint = (opacity < 240 / 255).flatten(1).float().mean(dim=1)
     return bool((opacity >= 192 / 255).all()) and bool((faint <= 0.01).all())

@@ -1,7 +1,7 @@
-"""What goes into the encoder: prompt template, prepared references, vision patches, and the layout of all tokens.
+"""Inputs of the text encoder: prompt template, prepared references, vision patches, and the layout of all tokens.
 
-Pure functions on strings, pictures and integers; no weights. What users type is always text: special tokens enter by
-id, and the text between them is tokenized with special tokens switched off.
+Pure functions on strings, pictures and integers, without weights. User input is always plain text: special tokens are
+inserted by id, and the text between them is tokenized with special tokens disabled.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..errors import UserError
 from .images import over_white, to_rgba
 
 DEFAULT_RESOLUTION = 1024
-OWN_SIZE = 0  # a resolution: each picture keeps its size
+OWN_SIZE = 0  # resolution: each picture keeps its size
 SYSTEM_PROMPT = "Comprehend and analyze the provided prompt."
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
 VISION_START, VISION_END = "<|vision_start|>", "<|vision_end|>"
 IMAGE_PAD, VIDEO_PAD = "<|image_pad|>", "<|video_pad|>"
 RESERVED_TOKENS = (IM_START, IM_END, VISION_START, VISION_END, IMAGE_PAD, VIDEO_PAD)
-TEMPORAL_PATCH = 2  # frames per vision patch; a picture fills all with itself
+TEMPORAL_PATCH = 2  # frames per vision patch; a picture is repeated for all of them
 PLACEHOLDER = re.compile(r"[<＜]\s*(?:image|img|picture|reference)[\s_#:.-]*(\d{1,3})\s*/?[>＞]", re.IGNORECASE)
 VISION_MERGE = SIZE_MULTIPLE // LATENT_PIXELS  # patches per vision token, each way
 
@@ -38,7 +38,7 @@ Size = tuple[int, int]  # (width, height)
 
 
 class Tokenizer(Protocol):
-    """What `layout_tokens` needs: `tokenizer.load_tokenizer` returns one."""
+    """The tokenizer that `layout_tokens` needs; `tokenizer.load_tokenizer` returns one."""
 
     special: dict[str, int]
 
@@ -57,10 +57,10 @@ def _positive(value: object, what: str, least: int = 1) -> int:
 
 
 def reference_size(width: int, height: int, resolution: int = DEFAULT_RESOLUTION) -> Size:
-    """Size that a reference of width x height pixels is resized to: about resolution x resolution, same shape.
+    """The size that a reference of width x height pixels is resized to: about resolution x resolution, same shape.
 
-    Both sides are multiples of 32, rounded half to even, and at least 32. Resolution 0 is the picture's own size, each
-    side rounded down.
+    Both sides are multiples of 32, rounded half to even, and at least 32. Resolution 0 keeps the picture's own size,
+    each side rounded down.
     """
     ratio = _positive(width, "the picture's width") / _positive(height, "the picture's height")
     if resolution == OWN_SIZE:
@@ -74,7 +74,7 @@ def reference_size(width: int, height: int, resolution: int = DEFAULT_RESOLUTION
 
 @dataclass(frozen=True)
 class Canvas:
-    """Size of the output in pixels, and a line for the report where it is not what was asked for."""
+    """Size of the output in pixels, and a warning where it differs from the requested size."""
 
     width: int
     height: int
@@ -82,11 +82,11 @@ class Canvas:
 
 
 def canvas_size(sizes: Sequence[Size], choice: str | Size = "last", resolution: int = DEFAULT_RESOLUTION) -> Canvas:
-    """Output size: that of the `last`, `first` or `largest` reference, or an explicit (width, height).
+    """The output's size: that of the `last`, `first` or `largest` reference, or an explicit (width, height).
 
-    `sizes` are the references' own sizes, before resizing. Without references it is resolution x resolution. Explicit
-    sizes are rounded down to multiples of 32, with a warning. Of equally large references the last one counts.
-    Resolution 0 is the reference's own size.
+    `sizes` are the references' own sizes, before resizing. Without references, the size is resolution x resolution.
+    Explicit sizes are rounded down to multiples of 32, with a warning. Of equally large references the last one counts.
+    Resolution 0 keeps the reference's own size.
     """
     if not isinstance(choice, str):
         width, height = choice
@@ -122,9 +122,9 @@ def _floored(width: int, height: int) -> Canvas:
 class Reference:
     """A reference picture, resized once for both encoder and VAE.
 
-    `original` is the (width, height) before resizing, `image` the resized RGBA picture, `digest` names its pixels,
-    `crop` the (width, height) of the picture itself from the top left: smaller than `image` where that was padded,
-    `resolution` what it was resized by.
+    `original` is the (width, height) before resizing, `image` the resized RGBA picture, `digest` a hash of its pixels,
+    `crop` the (width, height) of the picture without padding, from the top left, and `resolution` what it was resized
+    to.
     """
 
     original: Size
@@ -135,10 +135,10 @@ class Reference:
 
     @classmethod
     def prepare(cls, image: Image.Image, resolution: int = DEFAULT_RESOLUTION, fit: str = "resize") -> Reference:
-        """From a picture of any mode and size. Resizing is Pillow's Lanczos in RGBA: premultiplied, 8-bit.
+        """The reference of a picture of any mode and size, resized by Pillow's Lanczos in RGBA: premultiplied, 8-bit.
 
-        `fit` resize is the released rule: both sides to multiples of 32, which bends the picture by a few pixels.
-        mirror keeps its shape and pads right and bottom to the grid with its own mirror image.
+        `fit` resize is the released rule: both sides become multiples of 32, which distorts the picture by a few
+        pixels. mirror keeps its shape and pads right and bottom to the grid with its mirror image.
         """
         if fit not in FITS:
             raise UserError(f"fit is {fit!r}, expected one of {', '.join(FITS)}")
@@ -153,27 +153,27 @@ class Reference:
 
     @property
     def tokens(self) -> int:
-        """Vision tokens: each covers 2 x 2 latent cells."""
+        """The number of vision tokens, each of which covers 2 x 2 latent cells."""
         return self.width * self.height // VISION_MERGE**2
 
     @property
     def over_white(self) -> Image.Image:
-        """RGB copy for the vision tower, alpha composited over white in 8 bits."""
+        """An RGB copy for the vision tower, composited over white in 8 bits."""
         return over_white(self.image)
 
     @property
     def width(self) -> int:
-        """In latent cells."""
+        """The width in latent cells."""
         return self.image.width // LATENT_PIXELS
 
     @property
     def height(self) -> int:
-        """In latent cells."""
+        """The height in latent cells."""
         return self.image.height // LATENT_PIXELS
 
 
 def _unbent(size: Size, resolution: int) -> Size:
-    """About resolution x resolution pixels in exactly the shape of `size`, to a pixel; for 0 `size` itself."""
+    """A size of about resolution x resolution pixels with the aspect ratio of `size`; `size` itself for 0."""
     if resolution == OWN_SIZE:
         return size
     scale = math.sqrt(resolution * resolution / math.prod(size))
@@ -182,7 +182,7 @@ def _unbent(size: Size, resolution: int) -> Size:
 
 
 def _mirrored(image: Image.Image) -> Image.Image:
-    """Padded right and bottom to multiples of 32 by mirroring, edge pixels repeated."""
+    """`image` padded right and bottom to multiples of 32 by mirroring, with edge pixels repeated."""
     padding = [(0, -side % SIZE_MULTIPLE) for side in (image.height, image.width)]
     return Image.fromarray(np.pad(np.asarray(image), [*padding, (0, 0)], mode="symmetric"))
 
@@ -201,8 +201,8 @@ def check_count(n_references: int) -> None:
 def vision_patches(image: Image.Image) -> tuple[torch.Tensor, tuple[int, int, int]]:
     """Patches of an RGB picture for the vision tower: float32 [n, 3*2*16*16] in [-1, 1], and grid (1, rows, columns).
 
-    The four patches of a vision token follow each other; within a patch the order is channel, frame, y, x. Sides must
-    be multiples of 32. Nothing is resized here, so no processor's pixel limits can fire.
+    The four patches of a vision token are consecutive; within a patch the order is channel, frame, y, x. Sides must be
+    multiples of 32. Nothing is resized here, so that no pixel limit of a processor applies.
     """
     if image.mode != "RGB" or image.width % SIZE_MULTIPLE or image.height % SIZE_MULTIPLE:
         raise UserError(
@@ -227,33 +227,33 @@ def vision_patches(image: Image.Image) -> tuple[torch.Tensor, tuple[int, int, in
 
 @dataclass(frozen=True)
 class Special:
-    """A special token of the template, by name."""
+    """A special token of the template, given by its name."""
 
     name: str
 
 
 def template(prompt: str, n_references: int = 0) -> list[str | Special]:
-    """The whole conversation as pieces: literal text, and special tokens. An empty prompt becomes one space."""
+    """The whole conversation as pieces of literal text and special tokens. An empty prompt becomes one space."""
     check_count(n_references)
     user = "user\n"
-    turn: list[str | Special] = []
+    message: list[str | Special] = []
     for i in range(1, n_references + 1):
         lead = user if i == 1 else " "
-        turn += [f"{lead}<image{i}>", Special(VISION_START), Special(IMAGE_PAD), Special(VISION_END)]
-    turn.append((prompt or " ") if n_references else user + (prompt or " "))
+        message += [f"{lead}<image{i}>", Special(VISION_START), Special(IMAGE_PAD), Special(VISION_END)]
+    message.append((prompt or " ") if n_references else user + (prompt or " "))
     return [
         *(Special(IM_START), "system\n" + SYSTEM_PROMPT, Special(IM_END), "\n"),
-        *(Special(IM_START), *turn, Special(IM_END), "\n"),
+        *(Special(IM_START), *message, Special(IM_END), "\n"),
         *(Special(IM_START), "assistant\n"),
     ]
 
 
 @dataclass(frozen=True)
 class TokenLayout:
-    """Where everything lies in the encoder's input of S tokens. Indices count from its start.
+    """The layout of the encoder's input of S tokens. Indices count from its start.
 
-    ids: all input ids. drop: length of the system turn, which is not kept. images: the image_pad positions of each
-    reference. blocks: rows and columns of each reference in vision tokens.
+    ids: all input ids. drop: length of the system message, whose states are dropped. images: the image_pad indices of
+    each reference. blocks: rows and columns of each reference in vision tokens.
     """
 
     ids: tuple[int, ...]
@@ -263,13 +263,13 @@ class TokenLayout:
 
     @property
     def kept(self) -> list[int]:
-        """Indices of the T tokens whose states the transformer reads: no system turn, no image_pad."""
+        """Indices of the T tokens whose states the transformer reads: all but the system message and image_pad."""
         pads = {index for span in self.images for index in span}
         return [index for index in range(self.drop, len(self.ids)) if index not in pads]
 
     @property
     def image_slots(self) -> tuple[int, ...]:
-        """Number of kept tokens before each reference."""
+        """The number of kept tokens before each reference."""
         slots, pads = [], 0
         for span in self.images:
             slots.append(span.start - self.drop - pads)
@@ -293,7 +293,7 @@ class TokenLayout:
 
 
 def placeholder_warnings(prompts: Iterable[str], references: int) -> list[str]:
-    """Of `<imageN>` in prompts that stand for none of the references, and of what was meant as such and is not."""
+    """Warnings about `<imageN>` in `prompts` beyond the number of `references`, and about misspelled placeholders."""
     written = {match[0]: int(match[1]) for prompt in prompts for match in PLACEHOLDER.finditer(prompt)}
     exact = sorted(number for text, number in written.items() if text == f"<image{number}>")
     warnings = []
@@ -307,9 +307,9 @@ def placeholder_warnings(prompts: Iterable[str], references: int) -> list[str]:
 
 
 def layout_tokens(prompt: str, tokenizer: Tokenizer, grids: Sequence[tuple[int, int, int]] = ()) -> TokenLayout:
-    """Tokens of a prompt behind references with these vision grids (1, rows, columns), in patches.
+    """The token layout of a prompt after references with the vision grids `grids` (1, rows, columns), in patches.
 
-    `UserError` if the prompt cannot be written as UTF-8, or a special token survives in what the user typed.
+    `UserError` if the prompt is not valid Unicode, or tokenizing it gives a special token.
     """
     try:
         prompt.encode()
@@ -318,7 +318,7 @@ def layout_tokens(prompt: str, tokenizer: Tokenizer, grids: Sequence[tuple[int, 
     blocks = tuple((rows // VISION_MERGE, columns // VISION_MERGE) for _, rows, columns in grids)
     reserved = {tokenizer.special[name]: name for name in RESERVED_TOKENS}
     ids: list[int] = []
-    turns: list[int] = []
+    messages: list[int] = []  # index of the first token of each message
     images: list[range] = []
     for piece in template(prompt, len(blocks)):
         if isinstance(piece, str):
@@ -330,9 +330,9 @@ def layout_tokens(prompt: str, tokenizer: Tokenizer, grids: Sequence[tuple[int, 
             continue
         count = 1
         if piece.name == IM_START:
-            turns.append(len(ids))
+            messages.append(len(ids))
         elif piece.name == IMAGE_PAD:
             count = math.prod(blocks[len(images)])
             images.append(range(len(ids), len(ids) + count))
         ids += [tokenizer.special[piece.name]] * count
-    return TokenLayout(tuple(ids), turns[1], tuple(images), blocks)
+    return TokenLayout(tuple(ids), messages[1], tuple(images), blocks)

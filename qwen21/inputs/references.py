@@ -1,4 +1,4 @@
-"""Chains of references whose size nobody chose: it is that of the one before, or of the model that will read them."""
+"""Chains of references without a chosen size: it is that of the reference before, or that of the model."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from PIL import Image
 
 from .prompt import DEFAULT_RESOLUTION, Reference
 
-AUTO = -1  # a resolution: as the reference before, or as the model has it
+AUTO = -1  # resolution: that of the reference before, or the model's
 
 
 @dataclass(frozen=True, eq=False)
 class OpenReference(Reference):
-    """A reference at the default resolution, and its `picture`, for a model that turns out to know another size."""
+    """A reference at the default resolution, with its original `picture`, so that a model trained on another size can
+    resize it again."""
 
     picture: Image.Image | None = None
 
 
 def following(chain: Sequence[Reference], image: Image.Image, resolution: int, fit: str = "resize") -> Reference:
-    """The reference of `image` behind those of a `chain`.
+    """The reference of `image`, to be appended to `chain`.
 
-    `AUTO` takes the resolution of the one before. Where there is none, or that one is open too, the reference stays
-    open; but not with `fit` mirror, for how much of it is padding is told at once.
+    `AUTO` takes the resolution of the last reference. If there is none, or it is an `OpenReference`, the result is an
+    `OpenReference` too; but not with `fit` mirror, whose padding is reported at once.
     """
     if resolution != AUTO:
         return Reference.prepare(image, resolution, fit)
@@ -36,9 +37,9 @@ def following(chain: Sequence[Reference], image: Image.Image, resolution: int, f
 
 
 def settled(chain: Sequence[Reference], trained: tuple[int, int] | None) -> list[Reference]:
-    """The references of a `chain` as a model reads them: open ones at the smallest size that it was trained on.
+    """The references of `chain` as a model reads them: open ones at the smallest size that it was trained on.
 
-    `trained` are the smallest and the largest side in pixels, None where nothing is known.
+    `trained` holds the smallest and the largest side in pixels, None where they are unknown.
     """
     if trained is None:
         return list(chain)

@@ -1,4 +1,4 @@
-"""The Qwen tokenizer, from local files only."""
+"""The Qwen tokenizer, loaded from local files only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import UserError
 from .prompt import RESERVED_TOKENS
 
-# Special tokens in the order of their ids, the first right behind the byte-pair vocabulary of the released tokenizer.
+# Special tokens in the order of their ids, which follow the byte-pair vocabulary of the released tokenizer.
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -31,7 +31,7 @@ WHERE = "take the diffusers folder's processor/, or comfy/text_encoders/qwen25_t
 
 
 class PromptTokenizer:
-    """A tokenizer that treats all it is given as text. `special` maps the template's special tokens to their ids."""
+    """A tokenizer that treats all input as plain text. `special` maps the template's special tokens to their ids."""
 
     def __init__(self, tokenizer: Any):
         self._tokenizer = tokenizer
@@ -42,8 +42,8 @@ class PromptTokenizer:
 
 
 def load_tokenizer(folder: str | Path) -> PromptTokenizer:
-    """From a folder with `tokenizer.json`, or with `vocab.json` and `merges.txt`, or one whose `processor/` or
-    `tokenizer/` has them. `UserError` if files are missing or unreadable, or they are another model's.
+    """The tokenizer in `folder`, which holds `tokenizer.json`, or `vocab.json` and `merges.txt`, itself or in its
+    `processor/` or `tokenizer/`. `UserError` if files are missing, unreadable or another model's.
     """
     folder = find_tokenizer(folder)
     try:
@@ -75,7 +75,8 @@ def find_tokenizer(folder: str | Path) -> Path:
 
 
 def tokenizer_beside(encoder: Path) -> Path | None:
-    """The tokenizer that belongs to an encoder: in the whole model around it, or in a folder of its file's name."""
+    """The tokenizer's folder for the encoder file or folder `encoder`: in the folder around it, or in a folder with its
+    name without suffix; None where there is none."""
     for folder in (encoder.parent, encoder.with_suffix("")):
         with suppress(UserError):
             return find_tokenizer(folder)
@@ -83,7 +84,7 @@ def tokenizer_beside(encoder: Path) -> Path | None:
 
 
 def _complete(tokenizer: Any, folder: Path) -> None:
-    """Adds special tokens that the files lack, if they then get the released ids."""
+    """Add the special tokens that the files lack; `UserError` if they do not get the released ids."""
     known = tokenizer.get_vocab()
     if all(name in known for name in RESERVED_TOKENS):
         return

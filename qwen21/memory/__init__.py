@@ -1,1 +1,1 @@
-"""Memory before it is spent: estimate bytes, choose placements, plan a run, show the plan."""
+"""Memory of a run, before it starts: estimate bytes, choose placements, plan the run, show the plan."""

@@ -1,4 +1,4 @@
-"""Where the prefix lies, by which codec, and in which tiles the VAE works: a pure function of bytes."""
+"""The choice of the prefix's place and codec and of the VAE's tiles: a pure function of bytes."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Tiles = Mapping[int | None, int]  # peak bytes by tile in latent cells, None for
 
 @dataclass(frozen=True)
 class Needs:
-    """Bytes of a run's parts. weights: of encoder, dit and vae. reading: the text encoder's activations. prefix,
-    prefill and step by codec, the most faithful first; the last two are the transformer's activations beside weights
-    and prefix, `away_` with the prefix in RAM. encode is empty where no picture goes into the VAE. joined: what each
-    branch's prefix takes once more, laid out for all steps where there is room."""
+    """Bytes that a run needs. weights: of encoder, dit, vae. reading: the text encoder's activations. prefix, prefill
+    and step: by codec, the most faithful first; the last two are the transformer's activations beside weights and
+    prefix, `offloaded_` with the prefix in RAM. decode and encode: the VAE's peaks by tile; encode is empty where no
+    picture is encoded. contiguous: what laying out each branch's prefix for all steps takes, where there is room."""
 
     weights: Mapping[str, int]
     reading: int
@@ -36,12 +36,12 @@ class Needs:
     contiguous: tuple[int, ...] = ()
 
     def working(self, codec: str, offloaded: bool) -> int:
-        """The transformer's activations, with what kernels and the allocator take on top."""
+        """Bytes of the transformer's activations, including what kernels and the allocator add."""
         prefill, step = (self.offloaded_prefill, self.offloaded_step) if offloaded else (self.prefill, self.step)
         return int(max(prefill[codec], step[codec]) * ALLOWANCE)
 
     def laid_out(self, codec: str, offloaded: bool, free: int) -> int:
-        """Bytes of prefixes that are laid out for all steps, on a device with so many free ones."""
+        """Bytes of the prefixes that are laid out for all steps, on a device with `free` bytes."""
         spare, taken = free - self.resident - (0 if offloaded else self.prefix[codec]), 0
         for nbytes in self.contiguous:
             if ContiguousKV.fits(nbytes, self.working(codec, offloaded), spare - taken):
@@ -50,17 +50,17 @@ class Needs:
 
     @property
     def resident(self) -> int:
-        """Weights while the transformer runs: a VAE that encoded stays until it decodes."""
+        """Bytes of weights while the transformer runs, with the VAE's if it encodes: it then stays for decoding."""
         return self.weights["dit"] + (self.weights["vae"] if self.encode else 0)
 
     def transformer(self, codec: str, offloaded: bool) -> int:
-        """Its stages on the device: weights, activations and, unless `offloaded`, prefix."""
+        """Bytes of the transformer's stages on the device: weights, activations and, unless `offloaded`, prefix."""
         return self.resident + self.working(codec, offloaded) + (0 if offloaded else self.prefix[codec])
 
 
 @dataclass(frozen=True)
 class Misfit:
-    """Something that does not fit, as a clause, and what to do whatever the dtype; `narrower`: another may help too."""
+    """Something that does not fit: `fact` says what, `remedy` what to do; `narrower`: a narrower dtype may help too."""
 
     fact: str
     remedy: str
@@ -72,9 +72,9 @@ class Misfit:
 
 @dataclass(frozen=True)
 class Choice:
-    """What `auto` does. placement: where the prefix lies, gpu or cpu. tile_encode and tile_decode in latent cells,
-    None for whole. chunk: tokens of prefill at once. keep_loaded: whether all three networks fit together. misfits:
-    what does not fit, in the order of the stages' size; `reasons` says everything in words."""
+    """The choices for a run. placement: where the prefix is kept, gpu or cpu. tile_encode and tile_decode: in latent
+    cells, None for untiled. chunk: the most tokens prefilled at once. keep_loaded: whether all three networks fit
+    together. misfits: what does not fit: transformer, encoder, VAE. reasons: everything in words."""
 
     placement: str
     codec: str
@@ -92,30 +92,30 @@ class Choice:
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes: `free` of the device that computes, `ram` available; `gpu` False where RAM is all there is."""
+    """Bytes that are `free` on the device that computes and available in `ram`; `gpu` is False where a CPU computes."""
 
     free: int
     ram: int
     gpu: bool = True
 
     def offloaded(self, placement: str) -> bool:
-        """Whether a prefix there is not where it is read."""
+        """Whether a prefix at `placement` is in RAM while a GPU computes."""
         return self.gpu and placement == "cpu"
 
     def shelf(self, needs: Needs) -> int:
-        """What a prefix may take of RAM: half of what is available beside weights that lie there too."""
+        """Bytes that a prefix may take of RAM: half of what is available, without the weights that a CPU run holds."""
         return (self.ram if self.gpu else self.ram - needs.resident) // 2
 
 
 def choose_placement(
     needs: Needs, free: int, ram: int, *, gpu: bool = True, placement: str = "auto", codec: str = "auto"
 ) -> Choice:
-    """Decide for a device with `free` bytes beside `ram` bytes of available RAM; `gpu` False: there is RAM alone.
+    """Choose for a device with `free` bytes and `ram` bytes of available RAM; `gpu` False: a CPU computes, in RAM.
 
-    The rule of `prefix.codecs.by_preference`: native on the device where prefix and activations fit beside the
-    transformer; else native in RAM where half of it holds the prefix; else the most faithful smaller codec on the
-    device, else in RAM. `placement` gpu or cpu, and the
-    name of a `codec`, leave only those. Where nothing fits, `reasons` say what to change.
+    The order is that of `prefix.codecs.by_preference`: native on the device where prefix and activations fit beside the
+    transformer; else native in RAM where the prefix fits into half of it; else the most faithful smaller codec on the
+    device, else in RAM. `placement` gpu or cpu and the name of a `codec` restrict the choice. Where nothing fits,
+    `reasons` say what to change.
     """
     room = Room(free if gpu else ram, ram, gpu)
     names = [codec] if codec != "auto" else list(needs.prefix)
@@ -171,13 +171,13 @@ def _encoder(needs: Needs, room: Room) -> list[Misfit]:
 
 
 def _smaller(weights: int, whole: int, room: Room) -> tuple[str, bool]:
-    """What to do about weights that are most of `whole`, and that a narrower dtype may help."""
+    """The remedy for `weights` that are most of the `whole` bytes, and True: a narrower dtype may help."""
     most = room.free - (whole - weights)
     return (f"take a smaller file, of which at most {size(most)} are loaded," if most > 0 else f"{LESS},"), True
 
 
 def _tile(peaks: Tiles, free: int, doing: str) -> tuple[int | None, list[str | Misfit]]:
-    """The largest tile that fits, else the smallest, and why."""
+    """The largest tile that fits into `free` bytes, else the smallest, and the reason."""
     tile, peak = None, 0
     for tile, peak in peaks.items():
         if peak * vae_tiling.WORKSPACE <= free:
@@ -190,7 +190,7 @@ def _tile(peaks: Tiles, free: int, doing: str) -> tuple[int | None, list[str | M
 
 
 def _together(needs: Needs, room: Room, place: str, codec: str, tiles: Sequence[int | None]) -> int:
-    """All weights, the prefix and the largest activations at once."""
+    """Bytes of all weights, the prefix and the largest activations together."""
     offloaded = room.offloaded(place)
     vae = [peaks[tile] for peaks, tile in zip((needs.encode, needs.decode), tiles, strict=True) if peaks]
     stages = [
@@ -206,7 +206,7 @@ def _of(nbytes: int, free: int) -> str:
 
 
 def size(nbytes: int) -> str:
-    """Bytes for people, in three digits or a little more: 2.00 GiB, 51.2 MiB."""
+    """`nbytes` as text of about three digits, such as 2.00 GiB or 51.2 MiB."""
     for exponent, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         value = nbytes / 2**exponent
         if value >= 1:

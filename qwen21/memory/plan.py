@@ -1,5 +1,4 @@
-"""A run's memory before it runs: bytes at each stage, from the headers of a model's files and a `MemoryJob`'s
-numbers."""
+"""The memory plan of a run: bytes at each stage, from the headers of a model's files and a `MemoryJob`."""
 
 from __future__ import annotations
 
@@ -21,19 +20,19 @@ from ..sequence import PrefixLayout, prefix_layout
 from . import estimate
 from .choose import Choice, Needs, choose_placement
 
-# For plans without a prompt: a prompt of a few sentences in its template, what leads to each reference, and the
-# system turn, which the text encoder alone reads.
+# For plans without a prompt: a prompt of a few sentences in its template, the text before each reference, and the
+# system message, which only the text encoder reads.
 TYPICAL_PROMPT, TYPICAL_LEAD, SYSTEM_TURN = 128, 8, 16  # tokens
 
 
 @dataclass(frozen=True)
 class MemoryJob:
-    """What is to be painted, in numbers.
+    """The sizes of a run that its memory depends on.
 
-    grid: (height, width) of the target in latent cells. prefixes: one per branch, positive first. pictures: (width,
-    height) in pixels of those that go through the VAE. patches: of each reference, for the vision tower. tokens: of
-    the longest input of the text encoder. shared: whether the prefix cache is on, so that branches share the KV blocks
-    that they begin with.
+    grid: (height, width) of the target in latent cells. prefixes: one per guidance branch, positive first. pictures:
+    (width, height) in pixels of the pictures that the VAE encodes. patches: vision patches of each reference. tokens:
+    length of the text encoder's longest input. shared: whether the prefix cache is on, so that branches share the KV
+    blocks at their beginning.
     """
 
     grid: tuple[int, int]
@@ -54,8 +53,8 @@ class MemoryJob:
         start: bool = False,
         shared: bool = True,
     ) -> MemoryJob:
-        """From tokenized prompts (one per branch), sizes in pixels of resized references and of the output; `start`:
-        a picture of the output's size is encoded too."""
+        """The job of tokenized `prompts` (one per branch), with sizes in pixels of the resized `references` and of the
+        output; `start`: a picture of the output's size is encoded too."""
         grids = [_cells(reference) for reference in references]
         return cls(
             _cells(size),
@@ -69,7 +68,7 @@ class MemoryJob:
 
     @classmethod
     def typical(cls, references: Sequence[Size], size: Size, batch: int = 1, branches: int = 1) -> MemoryJob:
-        """With prompts of `TYPICAL_PROMPT` tokens."""
+        """A job whose prompts have `TYPICAL_PROMPT` tokens."""
         grids = [_cells(reference) for reference in references]
         patches = tuple(math.prod(grid) for grid in grids)
         text = TYPICAL_LEAD * len(grids) + TYPICAL_PROMPT
@@ -103,7 +102,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class KeptKVBlock:
-    """A KV block of K and V that the run keeps: bytes by codec."""
+    """A KV block that the run keeps, with its bytes by codec."""
 
     name: str
     tokens: int
@@ -112,8 +111,8 @@ class KeptKVBlock:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What is known of a run's memory before it. free: bytes of the device, of RAM where the CPU computes (`gpu`
-    False); ram: available RAM; budget: bytes that prefixes may keep between runs."""
+    """The memory that a run will take. free: bytes of the device, of RAM where a CPU computes (`gpu` False); ram: bytes
+    of available RAM; budget: bytes that stored prefixes may take between runs."""
 
     job: MemoryJob
     dtype: torch.dtype
@@ -127,7 +126,7 @@ class MemoryPlan:
 
     @property
     def laid_out(self) -> int:
-        """Bytes of prefixes that are laid out for all steps."""
+        """Bytes of the prefixes that are laid out for all steps."""
         offloaded = self.gpu and self.choice.placement == "cpu"
         return self.needs.laid_out(self.choice.codec, offloaded, self.free)
 
@@ -138,7 +137,7 @@ class MemoryPlan:
         prefill, step = (needs.offloaded_prefill, needs.offloaded_step) if offloaded else (needs.prefill, needs.step)
         weights, prefix = needs.resident, 0 if offloaded else needs.prefix[codec]
         decode = needs.weights["vae"] + needs.decode[choice.tile_decode]
-        left = prefix if decode + prefix <= self.free else 0  # stored prefixes move to RAM where the VAE needs the room
+        left = prefix if decode + prefix <= self.free else 0  # else the stored prefixes move to RAM
         encode = [Stage("encode", needs.weights["vae"], 0, needs.encode[choice.tile_encode])] if needs.encode else []
         return (
             Stage("prompt", needs.weights["encoder"], 0, needs.reading),
@@ -165,16 +164,16 @@ def plan_memory(
     budget: int | None = None,
     computed_in: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> MemoryPlan:
-    """The plan of a job with the components `dit`, `encoder` and `vae`, from their headers.
+    """The plan of `job` with the components `dit`, `encoder` and `vae` in `parts`, from their headers.
 
-    dtype None is each file's own. free: bytes of the GPU, None where the CPU computes. placement and codec: auto, or
-    what `choose_placement` takes. fp8: block linears that are not quantized yet are kept in fp8.
-    beside: bytes of LoRAs beside the transformer's weights. lays_out: whether a run may lay its prefixes out for all
-    steps. fused: whether it fuses products. budget: bytes that prefixes may keep between runs, None for
-    `memory.store_budget`. computed_in: by network, what a host computes in
-    where that is not as the weights are kept; the VAE is loaded in it.
+    dtype: that of weights and computation, None for each file's own. free: bytes of the GPU, None where a CPU computes.
+    placement and codec: as `choose_placement` takes them. fp8: which linear layers of blocks are stored in fp8. beside:
+    bytes of LoRAs beside the transformer's weights. lays_out: whether prefixes may be laid out for all steps. fused:
+    whether linear layers are fused. budget: bytes that stored prefixes may take between runs, None for
+    `estimate.store_budget`. computed_in: by network, the compute dtype where it differs from that of the weights; the
+    VAE is loaded in it.
     """
-    vae_dtype = torch.float32 if dtype == torch.float16 else dtype  # its values can exceed what fp16 holds
+    vae_dtype = torch.float32 if dtype == torch.float16 else dtype  # its values can exceed the range of fp16
     computed_in = {
         "dit": dtype or own_dtype(parts["dit"]),
         "encoder": dtype or own_dtype(parts["encoder"]),
@@ -251,7 +250,7 @@ def _needs(
 
 
 def _by_tile(vae: Component, pictures: Sequence[Size], dtype: torch.dtype, decode: bool) -> dict[int | None, int]:
-    """Peak bytes of the largest picture by tile, its own pixels included, from whole pictures down."""
+    """Peak bytes of the largest of `pictures`, its pixels included, by tile: untiled (None) first, then smaller."""
 
     def peak(width: int, height: int) -> int:
         pixels = 0 if decode else vae.config.in_channels * width * height * dtype.itemsize

@@ -1,4 +1,4 @@
-"""A memory plan for people: a table, bars of characters, the choices in words, and a picture."""
+"""The memory plan as a report (tables, bars of characters, the choices in words) and as a picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH, LEFT, RIGHT, TOP, ROW, THICK = 960, 90, 130, 96, 52, 30  # pixels of the 
 
 
 def plan_report(plan: MemoryPlan) -> str:
-    """The whole plan as text."""
+    """The whole report of `plan` as text."""
     blocks = [_head(plan), _prefix_table(plan), _stage_table(plan), _bars(plan), _words(plan)]
     return "\n\n".join("\n".join(lines) for lines in blocks)
 
@@ -57,7 +57,7 @@ def _stage_table(plan: MemoryPlan) -> list[str]:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
-    """The first column to the left, all others to the right."""
+    """Lines of a table whose first column is aligned left, all others right."""
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     lines = []
     for first, *rest in rows:
@@ -71,7 +71,7 @@ def _parts(stage: Stage) -> tuple[int, int, int]:
 
 
 def _scale(plan: MemoryPlan) -> int:
-    """Bytes at the right end of the bars."""
+    """Bytes that the full width of a bar stands for."""
     return max(plan.free, *(stage.total for stage in plan.stages), 1)
 
 
@@ -104,7 +104,7 @@ def _words(plan: MemoryPlan) -> list[str]:
 
 
 def draw(plan: MemoryPlan) -> Image.Image:
-    """The plan's stages as bars, RGB: weights, K/V and activations stacked, and a line at the free memory."""
+    """An RGB picture of the plan's stages: bars of weights, K/V and activations, and a line at the free memory."""
     stages, whole = plan.stages, _scale(plan)
     height = TOP + ROW * len(stages) + 62
     image = Image.new("RGB", (WIDTH, height), BACKGROUND)

@@ -221,7 +221,7 @@ class DiT(nn.Module):
             keys = torch.cat(keys, dim=2)  # [1, H, start + S, D]
             values = torch.cat(values, dim=2)
             kv_block.append(_own(keys, start), _own(values, start), storage, last + 1)
-            if layer == last:  # nothing reads the last block's output: a prefix is its keys and values alone
+            if layer == last:  # nothing reads the last block's output: a prefix consists of keys and values only
                 return
             for chunk, q in zip(chunks, queries, strict=True):
                 attended = []

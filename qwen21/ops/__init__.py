@@ -1,1 +1,1 @@
-"""Operations of the networks: attention, rotary embedding, linear layers, pointwise kernels, quantized weights."""
+"""Operations of the networks: attention, RoPE, linear layers, pointwise kernels, quantized weights."""

@@ -1,7 +1,7 @@
 """Attention over segments: exact, without a mask over the whole sequence.
 
 An attention function takes q [B, H, n, D], k and v [B, H, m, D] and `mask` (boolean [n, m], True where seen) or
-`causal=True` (only with n == m), and returns [B, H, n, D]. Pass another one to use another kernel.
+`causal=True` (only with n == m), and returns [B, H, n, D]. Pass another function to use another kernel.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CAUSAL_CHUNK = 1024  # query rows per masked call: a mask of 1024 x m booleans is the largest ever built
+CAUSAL_CHUNK = 1024  # query rows per masked call: no mask is larger than 1024 x m booleans
 
 
 class AttentionFunction(Protocol):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
-        """q [B, H, n, D], k and v [B, H, m, D] -> [B, H, n, D]."""
+        """The attention result [B, H, n, D] of q [B, H, n, D], k and v [B, H, m, D]."""
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
@@ -27,17 +27,17 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal:
 
 
 def segment_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, attend: AttentionFunction = sdpa) -> Tensor:
-    """Queries of the last segment over all keys up to that segment's own end.
+    """Attention [B, H, n, D] of a segment's queries over all keys up to the segment's end.
 
-    q [B, H, n, D] are the last n of the m positions of k and v [B, H, m, D]. An image segment sees everything; a text
-    segment (`causal`) sees itself causally, aligned bottom-right, in chunks whose size follows from lengths alone, so
-    that the same prefix always rounds the same way.
+    q [B, H, n, D] are the last n of the m positions of k and v [B, H, m, D]. An image segment sees every key; a text
+    segment (`causal`) sees itself causally, aligned bottom-right. It runs in chunks whose size depends on lengths only,
+    so that the same prefix always rounds the same way.
     """
     n, m = q.shape[2], k.shape[2]
     if not causal or n == 1:
         return attend(q, k, v)
     if n == m:
-        return attend(q, k, v, causal=True)  # the prefix's first segment: no mask at any length
+        return attend(q, k, v, causal=True)  # the prefix's first segment, which needs no mask tensor
     chunks = []
     for start in range(0, n, CAUSAL_CHUNK):
         stop = min(start + CAUSAL_CHUNK, n)
@@ -55,11 +55,11 @@ def prefixed_attention(
     contiguous: tuple[Tensor, Tensor] | None = None,
     attend: AttentionFunction = sdpa,
 ) -> Tensor:
-    """Queries of a batch of targets over [prefix, target], unmasked: [B, H, n, D].
+    """Attention [B, H, n, D] of a batch of targets over [prefix, target], unmasked.
 
-    q, k, v [B, H, n, D]; `prefix` are keys and values [1, H, m, D] of one piece after another, or `contiguous` has them
-    in one piece with room for n more. Rows run one by one in one buffer of a prefix and a target, so a batch holds the
-    prefix once.
+    q, k, v [B, H, n, D] are the targets'. `prefix` holds the keys and values [1, H, m, D] of each KV block, or
+    `contiguous` those of the whole prefix with room for n more. Rows run one by one and share one buffer for prefix and
+    target, so a batch holds the prefix once.
     """
     if contiguous is not None:
         keys, values = contiguous  # each [1, H, m + n, D], the last n still to be filled
@@ -67,7 +67,7 @@ def prefixed_attention(
     elif prefix:
         keys = torch.cat([*(keys for keys, _ in prefix), k[:1]], dim=2)  # [1, H, m + n, D]
         values = torch.cat([*(values for _, values in prefix), v[:1]], dim=2)
-        filled = 1  # the first row's own keys and values are behind the prefix already
+        filled = 1  # the first row's keys and values already follow the prefix
     else:
         return attend(q, k, v)
     tokens = k.shape[2]

@@ -1,4 +1,4 @@
-"""Which attention kernel runs: the fastest exact one on this device, by a measurement, or the one that was named."""
+"""The choice of the attention kernel: the fastest exact one on this device, by measurement, or the one named."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-COMPILED = "compiled"  # our own for a CPU
-MAX_TIMED_SHAPE = 512, 4096  # queries and keys to time on a CPU: all of an edit's would take minutes
+COMPILED = "compiled"  # `CpuAttention`
+MAX_TIMED_SHAPE = 512, 4096  # queries and keys timed on a CPU; all those of an edit would take minutes
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the calls that most of the time goes to: queries, keys, heads, head dimension."""
+    """Sizes of the attention calls that take most of the time: queries, keys, heads, head dimension."""
 
     queries: int
     keys: int
@@ -42,11 +42,11 @@ class Shape:
 def choose_attention(
     name: str, shape: Shape, dtype: torch.dtype, device: torch.device, *, may_compile: bool = False
 ) -> tuple[str, AttentionFunction]:
-    """The attention of that name; for `auto` the fastest exact one there is. Returns its name as well.
+    """The attention function of the kernel `name`, and that name; `auto` is the fastest exact kernel for `shape`.
 
-    `may_compile`: whether `auto` counts those that a compiler must make first. Masked and causal calls, of text alone,
-    always go to PyTorch's own choice: some kernels read masks wrong. Raises `UserError` for a kernel that does not run
-    here.
+    `may_compile` says whether `auto` includes kernels that must be compiled first. Masked and causal calls, which only
+    text needs, always use PyTorch's default, because some kernels misread masks. Raises `UserError` for a kernel that
+    does not run here.
     """
     require_attention(name, dtype, device)
     if name == "sdpa":
@@ -73,14 +73,14 @@ def choose_attention(
             times[other] = _seconds(kernels[other], shape, dtype, device)
         except torch.OutOfMemoryError:
             raise
-        except RuntimeError:  # not for this card, dtype or head; no compiler
+        except RuntimeError:  # the kernel does not support this GPU, dtype or head size, or there is no compiler
             continue
     best = min(times, key=times.__getitem__)
     return best, sdpa if best == "sdpa" else _unmasked(kernels[best])
 
 
 def require_attention(name: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Raises `UserError` for a name that is none, or not for this dtype and device whatever is installed."""
+    """Raise `UserError` for an unknown `name`, or a kernel that never supports this dtype and device."""
     if name not in ATTENTIONS:
         raise UserError(f"attention is {name!r}, expected one of {', '.join(ATTENTIONS)}")
     if name == COMPILED and not _for_compiled(dtype, device):
@@ -109,7 +109,7 @@ def _kernel(name: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 
 
 def _unmasked(kernel: Callable[[Tensor, Tensor, Tensor], Tensor]) -> AttentionFunction:
-    """That kernel for plain calls alone."""
+    """An attention function that uses `kernel` for calls without a mask, and PyTorch's default for others."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None = None, causal: bool = False) -> Tensor:
         return sdpa(q, k, v, mask=mask, causal=causal) if causal or mask is not None else kernel(q, k, v)
@@ -124,7 +124,7 @@ def _seconds(
     device: torch.device,
     timings: int = TIMINGS,
 ) -> float:
-    """Median time of a call."""
+    """Median time of a call of `kernel` in seconds."""
     kw = {"dtype": dtype, "device": device}
     queries, keys = shape.queries, shape.keys
     if device.type == "cpu":

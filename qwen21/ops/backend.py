@@ -1,4 +1,4 @@
-"""What the transformer computes with besides its weights: one object to inject."""
+"""`Backend`: the kernels and settings that the transformer computes with, as one object to inject."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .pointwise import EAGER, Kernels
 
 @dataclass(frozen=True)
 class Backend:
-    """`kernels` run what lies between the matrix products, `attend` is the attention function. `fuses`: layers that
-    read the same input become one product (None: on a GPU). `lays_out`: a prefix is laid out in one piece for all
-    steps (None: where memory allows)."""
+    """The transformer's kernels: `kernels` compute what lies between the matrix products, `attend` is the attention
+    function. `fuses`: linear layers that read the same input are fused (None: on a GPU). `lays_out`: a prefix is
+    decoded once to one tensor per layer for all steps (None: where memory allows)."""
 
     kernels: Kernels = EAGER
     attend: AttentionFunction = sdpa
@@ -21,5 +21,5 @@ class Backend:
 
 
 def default_backend() -> Backend:
-    """The back end of networks and pipelines that are given none: PyTorch's own operations."""
+    """The back end that networks and pipelines use by default: PyTorch's own operations."""
     return Backend()

@@ -1,5 +1,5 @@
-"""Attention in fp32 on a CPU, a fifth faster than PyTorch's where it was measured: `cpu_attention.cpp`, compiled by the
-C++ compiler that `torch.compile` takes."""
+"""Attention in fp32 on a CPU by `cpu_attention.cpp`, measured a fifth faster than PyTorch's. It is compiled by the C++
+compiler that `torch.compile` uses."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ..errors import first_line
 
-_FLAGS = ("-fno-unsafe-math-optimizations", "-ffp-contract=fast")  # sums as they are written, but fused with products
-_ROWS = 4  # that a head's dimension must be a multiple of
+_FLAGS = ("-fno-unsafe-math-optimizations", "-ffp-contract=fast")  # no reordered sums, but fused multiply-add
+_ROWS = 4  # the head dimension must be a multiple of it
 
 
 class _Strided(ctypes.Structure):
-    """`Strided` of the C++ code."""
+    """The struct `Strided` of the C++ code."""
 
     _fields_ = [("data", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("batch", "head", "row"))]
 
@@ -28,8 +28,8 @@ class _Strided(ctypes.Structure):
 
 
 class CpuAttention:
-    """What a compiled `library` computes; without one it is compiled as this is made, seconds the first time on a
-    machine. Raises `RuntimeError` where that fails, or comes out wrong."""
+    """The attention function of a compiled `library`; None compiles it, which takes seconds the first time.
+    Raises `RuntimeError` if compilation fails or the result is wrong."""
 
     def __init__(self, library: ctypes.CDLL | None = None) -> None:
         self._attend = (library or _compile()).attend
@@ -41,8 +41,8 @@ class CpuAttention:
             raise RuntimeError("the C++ compiler makes something else of it: look for flags that relax arithmetic")
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """q [B, H, n, D], k and v [B, H, m, D] -> [B, H, n, D], softmax scale 1 / sqrt(D). What it was not written for
-        (other dtypes and devices, gradients, D no multiple of four, keys for several heads) PyTorch does."""
+        """Attention [B, H, n, D] of q [B, H, n, D], k and v [B, H, m, D], softmax scale 1 / sqrt(D). PyTorch computes
+        unsupported calls: other dtypes and devices, gradients, D not a multiple of four, fewer key than query heads."""
         alike = k.shape == v.shape and q.shape[:2] == k.shape[:2] and q.shape[-1] == k.shape[-1]
         if not alike or not all(map(_fits, (q, k, v))):
             return F.scaled_dot_product_attention(q, k, v)
@@ -60,9 +60,9 @@ def _compile() -> ctypes.CDLL:
 
         source = Path(__file__).with_suffix(".cpp").read_text(encoding="utf-8")
         return CppCodeCache.load(source, extra_flags=_FLAGS)
-    except Exception as error:  # of any kind: compilers fail in many ways
-        told = next((line for line in str(error).splitlines() if "error:" in line), first_line(error))
-        raise RuntimeError(f"{told.strip()}; it takes a C++ compiler, such as g++") from error
+    except Exception as error:  # compilers fail in many ways
+        message = next((line for line in str(error).splitlines() if "error:" in line), first_line(error))
+        raise RuntimeError(f"{message.strip()}; it takes a C++ compiler, such as g++") from error
 
 
 def _fits(x: Tensor) -> bool:

@@ -1,8 +1,8 @@
-"""Linear layers that read the same input as one product: q, k and v; gate and value of the MLP.
+"""Fused linear layers: layers that read the same input (q, k and v; gate and value of the MLP) become one product.
 
-Their weights become one tensor, and the layers' own weights views of it: nothing is held twice, and whoever looks at a
-layer finds it as it was. Where the GPU multiplies in FP8, the blocks' products take their input quantized by the kernel
-before them, once for all layers that read it.
+The weights become one tensor, and the layers' own weights become views of it: nothing is held twice, and each layer
+still has its weight. Where the GPU multiplies in FP8, the kernel before a product quantizes its input, once for all
+layers that read it.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from .quantized import (
 
 
 class FusedLinear:
-    """x [..., in] times a transposed weight [out, in] -> [..., out]."""
+    """The product [..., out] of x [..., in] and a transposed weight [out, in]."""
 
-    fp8 = False  # whether it takes its input as `Fp8Rows`
+    fp8 = False  # whether the input must be `Fp8Rows`
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -40,7 +40,7 @@ class FusedLinear:
 
 
 class QuantizedLinear(FusedLinear):
-    """Of a quantized weight."""
+    """The product of x [..., in] and a transposed quantized weight [out, in]."""
 
     def __init__(self, packed: QuantizedWeight) -> None:
         self.packed = packed
@@ -50,7 +50,7 @@ class QuantizedLinear(FusedLinear):
 
 
 class Fp8Linear(FusedLinear):
-    """Of an E4M3 weight with rows that are quantized already."""
+    """The product of quantized rows [..., in] and a transposed E4M3 weight [out, in]."""
 
     fp8 = True
 
@@ -59,14 +59,14 @@ class Fp8Linear(FusedLinear):
         self.scales = column_scales(packed.data, packed.scale)
 
     def __call__(self, x: Fp8Rows) -> Tensor:
-        linear_product = fp8_product(x, self.packed.data, self.scales)
-        return linear(x.values(), scaled(self.packed, x.dtype)) if linear_product is None else linear_product
+        product = fp8_product(x, self.packed.data, self.scales)
+        return linear(x.values(), scaled(self.packed, x.dtype)) if product is None else product
 
 
 @torch.no_grad()
 def fused(layers: Sequence[nn.Module], dtype: torch.dtype, fp8: bool | None = None) -> FusedLinear | None:
-    """The layers' outputs beside each other [..., sum of out], for inputs of `dtype`; None where there is no such
-    product."""
+    """One product for all of `layers`, whose result is their concatenated outputs [..., sum of out], for inputs of
+    `dtype`; None where the layers cannot be fused."""
     if any(layer._forward_hooks or layer.bias is not None for layer in layers):
         return None
     if all(isinstance(layer, nn.Linear) and not isinstance(layer, QuantLinear) for layer in layers):
@@ -84,7 +84,7 @@ def fused(layers: Sequence[nn.Module], dtype: torch.dtype, fp8: bool | None = No
 
 
 def _multiplies(weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether the device multiplies this weight in FP8, by trying."""
+    """Whether the device multiplies `weight` in FP8, found by trying."""
     x = torch.zeros(16, weight.shape[1], dtype=dtype, device=weight.device)
     if not has_fp8_matmul(x, weight):
         return False
@@ -93,7 +93,7 @@ def _multiplies(weight: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _concatenated(layers: Sequence[nn.Module], name: str) -> Tensor:
-    """The layers' tensors of that name as one, of which theirs become views."""
+    """The layers' tensors `name` concatenated; the layers' own tensors become views of the result."""
     parts = [getattr(layer, name) for layer in layers]
     if len(parts) == 1:
         return parts[0].detach()

@@ -1,8 +1,8 @@
-"""What the transformer's blocks do between their matrix products, each ideally one pass over memory.
+"""Pointwise kernels: what the transformer's blocks compute between matrix products, ideally in one pass over memory.
 
-`Kernels` runs PyTorch's own operations one after another. `CompiledKernels` has each compiled once, for all blocks,
-sizes, prompts and seeds: no weight of a linear layer is part of them, so they serve patched, quantized and offloaded
-weights as well.
+`Kernels` runs PyTorch's own operations one after another. `CompiledKernels` compiles each kernel once, for all blocks,
+sizes, prompts and seeds. They hold no weight of a linear layer, so they also work with patched, quantized and offloaded
+weights.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from .quantized import Fp8Rows, quantize_activations, quantize_rows
 from .rope import apply_rope
 
 FP16_MAX = 65504
-FEWEST_ROWS = 2  # a compiled kernel for any number of rows is none for a single one
+FEWEST_ROWS = 2  # a kernel compiled for a dynamic number of rows does not support a single row
 
 
 class Kernels:
-    """PyTorch's own operations. With `fp8`, results are quantized by token on the way."""
+    """Kernels of PyTorch's own operations. With `fp8`, a kernel's result is quantized by token."""
 
     name = "eager"
     ready = True
 
     def prepare(self, config: DiTConfig, dtype: torch.dtype, device: torch.device, *, fp8: bool = False) -> None:
-        """What must be done once, before a transformer of these widths runs; `fp8` if its products are in FP8."""
+        """Do once what must precede a transformer of these sizes; `fp8` says whether its products are in FP8."""
 
     def quantized(self, x: Tensor) -> Fp8Rows:
-        """x [..., width] in E4M3."""
+        """x [..., width] quantized to E4M3 by token."""
         return Fp8Rows(*quantize_activations(x.reshape(-1, x.shape[-1])), x.shape, x.dtype)
 
     def norm(self, x: Tensor, scale: Tensor, eps: float, *, fp8: bool = False) -> Tensor | Fp8Rows:
@@ -43,29 +43,29 @@ class Kernels:
         return self.quantized(normed) if fp8 else normed
 
     def residual(self, x: Tensor, gate: Tensor, update: Tensor) -> Tensor:
-        """x + gate * update; fp16 stays finite."""
+        """x + gate * update, clipped to the finite range in fp16."""
         x = torch.addcmul(x, gate, update)
         return x.clip(-FP16_MAX, FP16_MAX) if x.dtype == torch.float16 else x
 
     def residual_norm(
         self, x: Tensor, gate: Tensor, update: Tensor, scale: Tensor, eps: float, *, fp8: bool = False
     ) -> tuple[Tensor, Tensor | Fp8Rows]:
-        """`residual`, and `norm` of it."""
+        """The result of `residual`, and the `norm` of that result."""
         x = self.residual(x, gate, update)
         return x, self.norm(x, scale, eps, fp8=fp8)
 
     def silu_mul(self, gate: Tensor, value: Tensor, *, fp8: bool = False) -> Tensor | Fp8Rows:
-        """silu(gate) * value, in the place of the gate unless a gradient needs it."""
-        own = needs_gradient(gate)  # the largest activations: no second copy of them elsewhere
-        silu_mul = F.silu(gate) * value if own else F.silu(gate, inplace=True).mul_(value)
+        """silu(gate) * value, written to `gate` unless it needs a gradient."""
+        copies = needs_gradient(gate)  # else in place, because these are the largest activations
+        silu_mul = F.silu(gate) * value if copies else F.silu(gate, inplace=True).mul_(value)
         return self.quantized(silu_mul) if fp8 else silu_mul
 
     def rotation(self, rope: Tensor) -> Tensor:
-        """The rotation [S, D / 2], made once for all layers, in the form that `qk_norm_rope` takes: a token a row."""
+        """`rope` [S, D / 2] (unit complex numbers) in the form that `qk_norm_rope` takes, one row per token."""
         return rope
 
     def qk_norm_rope(self, x: Tensor, norm: Callable[[Tensor], Tensor], rope: Tensor) -> Tensor:
-        """RMS norm of x [B, S, H, D] by head, then its rotation by rope, as `rotation` gives it."""
+        """RMS norm of x [B, S, H, D] by head, then RoPE by `rope`, which `rotation` returned."""
         return apply_rope(norm(x), rope)
 
 
@@ -73,9 +73,9 @@ EAGER = Kernels()
 
 
 class CompiledKernels(Kernels):
-    """Each compiled once, by `prepare` or at its first use, and not again for other sizes.
+    """Compiled kernels. Each is compiled once, by `prepare` or at its first use, and serves all sizes.
 
-    On a CPU the rotation stays PyTorch's: its complex product is several times faster than compiled pairs.
+    On a CPU RoPE stays PyTorch's, whose complex product is several times faster than compiled real pairs.
     """
 
     name = "compiled"
@@ -91,14 +91,14 @@ class CompiledKernels(Kernels):
         self._silu_mul_fp8 = _compiled(_silu_mul_fp8)
         self._norm_rope = _compiled(_norm_rope)
         self._rope_pairs = _compiled(_rope_pairs)
-        self.seconds: float | None = None  # that compiling took
+        self.seconds: float | None = None  # time that compiling took
 
     @property
     def ready(self) -> bool:
         return self.seconds is not None
 
     def prepare(self, config: DiTConfig, dtype: torch.dtype, device: torch.device, *, fp8: bool = False) -> None:
-        """Compile. Raises `UserError` where nothing can be compiled here."""
+        """Compile all kernels. Raises `UserError` where `torch.compile` does not work."""
         started = time.perf_counter()
         kw = {"dtype": dtype, "device": device}
         x, scale = torch.zeros(1, 16, config.width, **kw), torch.ones(config.width, **kw)
@@ -118,7 +118,7 @@ class CompiledKernels(Kernels):
             self.qk_norm_rope(heads, norm.forward, rope)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # of any kind: compilers fail in many ways
+        except Exception as error:  # compilers fail in many ways
             raise UserError(
                 f"torch.compile does not work here ({first_line(error)}); run without it, or install a C++ compiler "
                 "(on Debian g++) and for a GPU Triton"
@@ -169,8 +169,8 @@ class CompiledKernels(Kernels):
         )
 
     def in_pairs(self, x: Tensor, norm: Callable[[Tensor], Tensor], rope: Tensor) -> Tensor:
-        """`qk_norm_rope` in real numbers, with the norm where it is PyTorch's own; a host's may keep its weight
-        elsewhere."""
+        """`qk_norm_rope` in real numbers. PyTorch's own norm is part of the compiled kernel; a host's norm, whose
+        weight may be elsewhere, is called before it."""
         pairs = _any_rows(torch.view_as_real(rope).repeat(len(x), 1, 1))
         if type(norm) is nn.RMSNorm:
             qk_norm_rope = self._norm_rope(_any_rows(x.flatten(0, 1)), norm.weight, pairs, norm.eps)
@@ -180,13 +180,13 @@ class CompiledKernels(Kernels):
 
 
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Not `fullgraph`: a process that has run more widths and dtypes than PyTorch keeps kernels for goes on without
-    them, where that would be an error."""
+    """`function` compiled, without `fullgraph`: a process that uses more widths and dtypes than PyTorch keeps compiled
+    versions of then runs uncompiled, where `fullgraph` would raise an error."""
     return torch.compile(function)
 
 
 def _plain(x: Tensor) -> bool:
-    """Whether this goes to PyTorch's own operations."""
+    """Whether x must be left to PyTorch's own operations: too few rows, or a gradient is needed."""
     return x.shape[:-1].numel() < FEWEST_ROWS or needs_gradient(x)
 
 
@@ -195,12 +195,12 @@ def needs_gradient(x: Tensor) -> bool:
 
 
 def _rows(x: Tensor) -> Tensor:
-    """x [..., width] as [rows, width]."""
+    """x [..., width] as [rows, width], any number of rows to the compiler."""
     return _any_rows(x.reshape(-1, x.shape[-1]))
 
 
 def _any_rows(x: Tensor) -> Tensor:
-    """x, whose first axis may have any length to the compiler."""
+    """x, its first axis marked as of dynamic length for the compiler."""
     torch._dynamo.mark_dynamic(x, 0)
     return x
 
@@ -225,7 +225,7 @@ def _silu_mul_fp8(gate: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _norm_rope(x: Tensor, weight: Tensor, pairs: Tensor, eps: float) -> Tensor:
-    """x [rows, H, D], normed by head and rotated by pairs [rows, D / 2, 2] of cosine and sine."""
+    """RMS norm of x [rows, H, D] by head, then RoPE by `pairs` [rows, D / 2, 2] of cosine and sine."""
     return _rope_pairs(F.rms_norm(x.float(), weight.shape, weight.float(), eps), pairs).to(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""QK-norm and rotation in one pass by comfy-kitchen, a package that ComfyUI brings; nothing has to be compiled."""
+"""QK norm and RoPE in one pass by comfy-kitchen, a package that ComfyUI installs; nothing has to be compiled."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from ..config.networks import DiTConfig
 from .pointwise import EAGER, Kernels, needs_gradient
 
-TOLERANCE = 4  # steps of the dtype, at the largest value
+TOLERANCE = 4  # in units of the dtype's eps times the largest value
 
 
 class KitchenKernels(Kernels):
-    """comfy-kitchen's kernel where `prepare` saw it compute what PyTorch's operations do, else those."""
+    """Kernels that use comfy-kitchen where `prepare` found it to agree with PyTorch's operations, else the latter."""
 
     def __init__(self) -> None:
-        # Its functions, not the module: transformers are copied, and a module cannot be.
+        # The functions, not the module: networks are copied with their kernels, and a module cannot be copied.
         self._rms_rope: Callable[..., Tensor] | None = None
         self._rope: Callable[..., Tensor] | None = None
         self._prepared = False
@@ -31,7 +31,7 @@ class KitchenKernels(Kernels):
         return self._prepared
 
     def prepare(self, config: DiTConfig, dtype: torch.dtype, device: torch.device, *, fp8: bool = False) -> None:
-        """Look for the package, and compare one small rotation with PyTorch's."""
+        """Import the package, and compare its RoPE with PyTorch's on a small tensor."""
         self._prepared = True
         try:
             import comfy_kitchen
@@ -41,7 +41,7 @@ class KitchenKernels(Kernels):
                 self._rms_rope = self._rope = None
         except torch.OutOfMemoryError:
             raise
-        except Exception:  # of any kind: it is optional, and PyTorch's operations serve as well
+        except Exception:  # the package is optional: any failure means PyTorch's operations
             self._rms_rope = self._rope = None
 
     def _agrees(self, config: DiTConfig, dtype: torch.dtype, device: torch.device) -> bool:
@@ -62,7 +62,7 @@ class KitchenKernels(Kernels):
         )
 
     def rotation(self, rope: Tensor) -> Tensor:
-        """As matrices [S, D / 2, 2, 2]."""
+        """`rope` [S, D / 2] as rotation matrices [S, D / 2, 2, 2], as comfy-kitchen takes them."""
         if self._rope is None:
             return rope
         cos, sin = rope.real, rope.imag
@@ -74,11 +74,11 @@ class KitchenKernels(Kernels):
         if needs_gradient(x):
             return EAGER.qk_norm_rope(x, norm, torch.complex(rope[:, :, 0, 0], rope[:, :, 1, 0]))
         matrices = rope[None, :, None]  # [1, S, 1, D / 2, 2, 2]
-        if type(norm) is nn.RMSNorm:  # a host's own may keep its weight elsewhere
+        if type(norm) is nn.RMSNorm:  # the weight of a host's own norm may be elsewhere
             return self._rms_rope(x, matrices, norm.weight, norm.eps)
         return self._rope(norm(x), matrices)
 
 
 def uncompiled(device: torch.device) -> Kernels:
-    """The fastest kernels without a compiler."""
+    """The fastest kernels on `device` that need no compiler."""
     return KitchenKernels() if device.type == "cuda" else EAGER

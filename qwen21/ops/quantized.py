@@ -1,8 +1,8 @@
-"""Layers whose weights stay quantized: int8 with or without rotation, and fp8. A weight is rebuilt at each use.
+"""Layers whose weights stay quantized: int8 with or without Hadamard rotation, and fp8. Each use rebuilds the weight.
 
 Rotated weights are W R for a block-diagonal orthonormal R that is its own inverse, so x Wt = (x R) (W R)t. The layer
-rotates the activation: exact as rotating the weight back, and cheaper, for it costs one group per token and channel
-instead of one per weight, and a layer has more rows than a prompt has tokens.
+rotates the activation instead of the weight: that is as exact, and cheaper, because it costs one group per token and
+channel instead of one per weight, and a layer has more rows than a prompt has tokens.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from torch import Tensor, nn
 from .linear import linear
 
 E4M3 = torch.float8_e4m3fn
-GROUPS = (4, 16, 64, 256, 1024, 4096)  # sizes of a rotated group: powers of four
+GROUPS = (4, 16, 64, 256, 1024, 4096)  # sizes of a group of rotated channels: powers of four
 E4M3_MAX = 448.0
-COPY_BYTES = 2**26  # of fp32, while activations are quantized
+COPY_BYTES = 2**26  # limit of the fp32 copy while activations are quantized
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A quantized weight: data [rows, columns], scale fp32 [rows, 1] or [1, 1] or None, group size of its rotation."""
+    """A quantized weight: data [rows, columns], scale fp32 [rows, 1] or [1, 1] or None, and the group size of its
+    Hadamard rotation, 0 without one."""
 
     data: Tensor
     scale: Tensor | None = None
@@ -35,9 +36,9 @@ class QuantizedWeight:
 
 
 def hadamard(group: int) -> Tensor:
-    """The rotation of one group [group, group], fp32: a Kronecker power, symmetric and its own inverse.
+    """The Hadamard rotation of one group [group, group], fp32: a Kronecker power, symmetric and its own inverse.
 
-    Source: ConvRot, as comfy-kitchen packs it. Its entries are powers of two, exact in bf16.
+    Source: ConvRot, as comfy-kitchen packs it. The entries are powers of two, exact in bf16.
     """
     if group not in GROUPS:
         raise ValueError(f"group is {group}, expected a power of 4")
@@ -49,20 +50,20 @@ def hadamard(group: int) -> Tensor:
 
 
 def hadamard_rotate(x: Tensor, matrix: Tensor) -> Tensor:
-    """x [..., n * group] with each group of its last axis rotated, in the dtype of x."""
+    """x [..., n * group] with each group of its last axis rotated by `matrix` [group, group], in the dtype of x."""
     return (x.unflatten(-1, (-1, len(matrix))) @ matrix.to(x)).flatten(-2)
 
 
 def scaled(packed: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """The weight [rows, columns] in its rotated basis: scaled in fp32, rounded once."""
-    values = packed.data.to(dtype)  # exact: int8 and fp8 values are values of bf16, too
+    """The weight [rows, columns] in `dtype`, still rotated: scaled in fp32, rounded once."""
+    values = packed.data.to(dtype)  # exact, because bf16 holds all int8 and fp8 values
     if packed.scale is None:
         return values
     return values.mul_(packed.scale.reshape(-1, *(1,) * (values.ndim - 1)))
 
 
 def dequantized(packed: QuantizedWeight, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The weight [rows, columns] as it was before quantization, but for what that lost."""
+    """The weight [rows, columns] in `dtype`, scaled and rotated back."""
     weight = scaled(packed, torch.float32)
     if packed.group:
         weight = hadamard_rotate(weight, hadamard(packed.group).to(weight.device))
@@ -70,27 +71,27 @@ def dequantized(packed: QuantizedWeight, dtype: torch.dtype = torch.float32) -> 
 
 
 def fp8_scales(x: Tensor) -> Tensor:
-    """fp32 scales [rows, 1] that bring the largest value of each row of x [rows, columns] to E4M3's largest.
+    """fp32 scales [rows, 1] that map the largest magnitude in each row of x [rows, columns] to E4M3's largest value.
 
-    NaN and infinities end in the scale. Rows of zeros get the smallest scale instead of 0, and stay zeros.
+    NaN and infinity pass into the scale. Rows of zeros get the smallest scale instead of 0, and stay zeros.
     """
-    largest = torch.maximum(x.amax(1, keepdim=True), -x.amin(1, keepdim=True))  # no copy of x, as its abs would be
+    largest = torch.maximum(x.amax(1, keepdim=True), -x.amin(1, keepdim=True))  # without the copy that `abs` makes
     return (largest.float() / E4M3_MAX).clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def to_e4m3_range_(x: Tensor, scale: Tensor) -> Tensor:
-    """fp32 x over its scale, in place, ready to be cast."""
+    """fp32 x divided by its scale and clamped to E4M3's range, in place."""
     return x.div_(scale).clamp_(-E4M3_MAX, E4M3_MAX)
 
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """E4M3 [rows, columns] of x [rows, columns], and a scale per row."""
+    """E4M3 codes [rows, columns] of x [rows, columns], and fp32 scales [rows, 1]."""
     scale = fp8_scales(x)
     return to_e4m3_range_(x.to(torch.float32, copy=True), scale).to(E4M3), scale
 
 
 def quantize_activations(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`quantize_rows`, some rows after others: an fp32 copy of all would be the largest tensor of a step."""
+    """`quantize_rows(x)` in parts, because an fp32 copy of all rows would be the largest tensor of a step."""
     rows = max(1, COPY_BYTES // (torch.float32.itemsize * x.shape[1]))
     if len(x) <= rows:
         return quantize_rows(x)
@@ -106,16 +107,17 @@ class Fp8Rows(NamedTuple):
 
     codes: Tensor
     scales: Tensor
-    shape: torch.Size  # of what was quantized
-    dtype: torch.dtype
+    shape: torch.Size  # of the activation
+    dtype: torch.dtype  # of the activation
 
     def values(self) -> Tensor:
-        """What the codes stand for [..., columns]."""
+        """The dequantized activation [..., columns]."""
         return scaled(QuantizedWeight(self.codes, self.scales), self.dtype).view(self.shape)
 
 
 def has_fp8_matmul(x: Tensor, weight: Tensor) -> bool:
-    """Whether the GPU's tensor cores multiply these in FP8: bf16 activations, E4M3 weights, NVIDIA from 8.9 on."""
+    """Whether the GPU multiplies x and weight in FP8: bf16 activations, E4M3 weights, NVIDIA from compute capability
+    8.9 on."""
     return (
         x.device.type == "cuda"
         and torch.version.cuda is not None
@@ -129,7 +131,7 @@ def has_fp8_matmul(x: Tensor, weight: Tensor) -> bool:
 
 
 def fp8_matmul(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor | None:
-    """x [..., columns] times the transposed E4M3 weight [rows, columns], x quantized by token.
+    """The product [..., rows] of x [..., columns], quantized by token, and the transposed E4M3 weight [rows, columns].
 
     None where this PyTorch has no product with a scale per row for this GPU.
     """
@@ -138,13 +140,13 @@ def fp8_matmul(x: Tensor, weight: Tensor, scale: Tensor | None) -> Tensor | None
 
 
 def column_scales(weight: Tensor, scale: Tensor | None) -> Tensor:
-    """A weight's scale, or none, as the product takes it: [1, rows], for by rows on one side means so on both."""
+    """A weight's scale, 1 if None, as [1, rows]: `fp8_product` needs a scale per row of both operands."""
     scale = torch.ones(1, 1, device=weight.device) if scale is None else scale
     return scale.reshape(1, -1).expand(1, len(weight)).contiguous()
 
 
 def fp8_product(x: Fp8Rows, weight: Tensor, scales: Tensor) -> Tensor | None:
-    """`fp8_matmul` of what is quantized already, and scales as `column_scales` gives them."""
+    """`fp8_matmul` of already quantized rows, with the weight's scales from `column_scales`."""
     try:
         product = torch._scaled_mm(x.codes, weight.t(), scale_a=x.scales, scale_b=scales, out_dtype=x.dtype)
     except torch.OutOfMemoryError:
@@ -157,9 +159,9 @@ def fp8_product(x: Fp8Rows, weight: Tensor, scales: Tensor) -> Tensor | None:
 def quantized_linear(
     x: Tensor, packed: QuantizedWeight, bias: Tensor | None = None, rotation: Tensor | None = None
 ) -> Tensor:
-    """x [..., columns] times the transposed weight -> [..., rows], in the dtype of x, all on its device.
+    """The product [..., rows] of x [..., columns] and the transposed weight, in the dtype of x, all on one device.
 
-    `rotation` is the matrix of a rotated weight's group, None for others.
+    `rotation` is the Hadamard matrix of a rotated weight, None for others.
     """
     bias = None if bias is None else bias.to(x.dtype)
     if rotation is not None:
@@ -172,7 +174,7 @@ def quantized_linear(
 
 
 def quantized_rows_of(ids: Tensor, packed: QuantizedWeight, rotation: Tensor | None = None) -> Tensor:
-    """The rows of a table [entries, width] that ids [...] name -> [..., width], fp32."""
+    """The rows [..., width], fp32, of a quantized table [entries, width] at `ids` [...]."""
     rows = F.embedding(ids, packed.data).float()
     if packed.scale is not None:
         rows *= F.embedding(ids, packed.scale) if len(packed.scale) > 1 else packed.scale
@@ -183,7 +185,7 @@ def quantized_rows_of(ids: Tensor, packed: QuantizedWeight, rotation: Tensor | N
 
 
 class _Quantized(nn.Module):
-    """Holds a packed weight; its `weight` and `weight_scale` are as in the file."""
+    """A layer with a quantized weight; `weight` and `weight_scale` are stored as in the file."""
 
     def __init__(self, packed: QuantizedWeight, rotation: Tensor | None = None) -> None:
         super().__init__()
@@ -198,12 +200,12 @@ class _Quantized(nn.Module):
         return QuantizedWeight(self.weight, self.weight_scale, 0 if self.rotation is None else len(self.rotation))
 
     def dequantized(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The whole weight, for those who must see it. Not kept."""
+        """The whole dequantized weight, computed at each call."""
         return dequantized(self.packed, dtype)
 
 
 class QuantLinear(_Quantized):
-    """A linear layer over a quantized weight [rows, columns]. Layers may share a `rotation`, bf16 [group, group]."""
+    """A linear layer with a quantized weight [rows, columns]. Layers may share a `rotation`, bf16 [group, group]."""
 
     def __init__(self, packed: QuantizedWeight, bias: Tensor | None = None, rotation: Tensor | None = None) -> None:
         super().__init__(packed, rotation)
@@ -211,7 +213,7 @@ class QuantLinear(_Quantized):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., columns] -> [..., rows], in the dtype of x."""
+        """The layer's output [..., rows] for x [..., columns], in the dtype of x."""
         return quantized_linear(x, self.packed, self.bias, self.rotation)
 
     def extra_repr(self) -> str:
@@ -219,16 +221,16 @@ class QuantLinear(_Quantized):
 
 
 class QuantEmbedding(_Quantized):
-    """An embedding over a quantized table. Rows that are looked up are dequantized, the table never is."""
+    """An embedding with a quantized table. Only the rows that are looked up are dequantized."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        """ids [...] -> [..., width], fp32."""
+        """Embeddings [..., width], fp32, of `ids` [...]."""
         return quantized_rows_of(ids, self.packed, self.rotation)
 
 
 @dataclass(frozen=True)
 class QuantLayers:
-    """The classes of quantized layers: a host may want some of its own, derived from these."""
+    """The classes of quantized layers; a host may pass its own subclasses."""
 
     linear: type[QuantLinear] = QuantLinear
     embedding: type[QuantEmbedding] = QuantEmbedding

@@ -1,4 +1,4 @@
-"""Three-axis rotary positions, computed from the position itself: any position is legal, no table has an end."""
+"""RoPE over three axes, computed from the positions without a table, so that any position is valid."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..sequence import ImageSegment, Segment
 
 
 def _angles(positions: range, dim: int, base: float, device: torch.device | str | None) -> Tensor:
-    """[len(positions), dim / 2] = position * base^(-2k/dim), fp32."""
+    """Angles [len(positions), dim / 2], fp32: position * base^(-2k/dim)."""
     exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
     inverse = 1.0 / torch.pow(base, exponents)
     return torch.outer(torch.arange(positions.start, positions.stop, dtype=torch.float32, device=device), inverse)
@@ -18,10 +18,10 @@ def _angles(positions: range, dim: int, base: float, device: torch.device | str 
 def rotation(
     segment: Segment, axes: tuple[int, int, int], base: float, device: torch.device | str | None = None
 ) -> Tensor:
-    """Rotation of a segment's tokens as unit complex numbers [S, head_dim / 2], complex64.
+    """RoPE of a segment's tokens as unit complex numbers [S, head_dim / 2], complex64.
 
-    `axes` are the head dimensions given to (frame, height, width). Complex numbers because their multiplication is one
-    kernel; written out in real pairs it is twenty times slower on CPU.
+    `axes` are the head dimensions of (frame, height, width). Complex numbers, because their product is one kernel;
+    with real pairs it is twenty times slower on a CPU.
     """
     parts = [_angles(run, dim, base, device) for run, dim in zip(segment.axes(), axes, strict=True)]
     if isinstance(segment, ImageSegment):
@@ -36,7 +36,7 @@ def rotation(
     return torch.complex(angles.cos(), angles.sin())
 
 
-def apply_rope(x: Tensor, turn: Tensor) -> Tensor:
-    """Rotate the interleaved pairs (2k, 2k+1) of x [B, S, H, D] by `turn` [S, D / 2] in fp32; returns x's dtype."""
+def apply_rope(x: Tensor, rope: Tensor) -> Tensor:
+    """Rotate the interleaved pairs (2k, 2k+1) of x [B, S, H, D] by `rope` [S, D / 2] in fp32; returns x's dtype."""
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))  # [B, S, H, D/2]
-    return torch.view_as_real(pairs * turn[:, None]).flatten(-2).to(x.dtype)
+    return torch.view_as_real(pairs * rope[:, None]).flatten(-2).to(x.dtype)

@@ -1,1 +1,1 @@
-"""Schedules, the sampling loop, and a step recorded as a CUDA graph."""
+"""Sampling: schedules, the denoising loop, and steps recorded as CUDA graphs."""

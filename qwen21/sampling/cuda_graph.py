@@ -1,5 +1,5 @@
-"""A denoising step as a CUDA graph: for small latents launching a step's kernels takes the host longer than the GPU
-takes to run them, and a graph launches them all at once."""
+"""Denoising steps as CUDA graphs. With small latents the host needs longer to launch a step's kernels than the GPU
+needs to run them; a graph launches them all at once."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torch import Tensor
 
 from ..errors import UserError, first_line
 
-# target [B, C, h, w], sigma, and whatever tensors a step takes besides -> velocity [B, C, h, w]
+# target [B, C, h, w], sigma and further arguments -> velocity [B, C, h, w]
 Step = Callable[..., Tensor]
 
-LAUNCH_BOUND_RATIO = 0.8  # of a step's time on the host, from which on launches hold the GPU up
-FEWEST_STEPS = 12  # an estimate: four go by before the first replay counts, and recording costs about two
+LAUNCH_BOUND_RATIO = 0.8  # a step is bound by launches if launching takes more than this share of its time
+FEWEST_STEPS = 12  # an estimate: the first four steps save no time, and recording costs about two
 
 
 def ineffective_flags(gpu: bool, steps: int, prefix_cache: bool, attention: str) -> list[str]:
-    """A warning where no step of a run will be recorded."""
+    """A warning where no step of a run will be recorded, with the first reason."""
     why = {
         "no GPU computes": not gpu,
         f"it pays from {FEWEST_STEPS} steps on": steps < FEWEST_STEPS,
         "the prefix cache is off": not prefix_cache,
-        "attention sage cannot be recorded": attention == "sage",  # its kernels leave the stream that is recorded
+        "attention sage cannot be recorded": attention == "sage",  # its kernels do not run on the recorded stream
     }
     return [f"--cuda-graph is without effect: {reason}" for reason, holds in why.items() if holds][:1]
 
 
 class StepGraphs:
-    """The recorded steps of one run. They share memory, for one runs after another."""
+    """The recorded steps of one run. They share memory, because they never run at the same time."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -41,7 +41,7 @@ class StepGraphs:
         self.why_none = "no memory is free to lay the prefix out for all steps"
 
     def of(self, step: Step, has_room: Callable[[], bool]) -> Replayed:
-        """`step` behind one prefix, for one size. `has_room` tells whether its activations fit beside what is there."""
+        """`step` (one prefix, one size), replayed where that pays. `has_room` says whether its activations fit."""
         return Replayed(step, self, has_room)
 
     def record(self, step: Step, *given: Any, **named: Any) -> StepGraph:
@@ -49,16 +49,16 @@ class StepGraphs:
         return StepGraph(step, *given, pool=self._pool, **named)
 
     def warnings(self) -> list[str]:
-        """What to tell when the run is over."""
+        """A warning for the end of the run, where no step was replayed."""
         return [] if self.replays else [f"--cuda-graph: no step was replayed, for {self.why_none}"]
 
 
 class StepGraph:
-    """A recorded step, replayed with the tensors of each call in the place of those that it was recorded with.
+    """A recorded step, replayed with the tensors of each call in place of those that it was recorded with.
 
-    Further arguments than target and sigma may be tensors, or lists, tuples and dicts of some; what else they hold is
-    recorded as it is. Raises `UserError` where CUDA cannot record the step: what was recorded until then may leave
-    PyTorch's memory in disorder, so nothing goes on from there.
+    Arguments besides target and sigma may be tensors, or lists, tuples and dicts of tensors; all other values in them
+    are recorded as constants. Raises `UserError` where CUDA cannot record the step: the run must then end, because a
+    broken recording may leave PyTorch's memory in an inconsistent state.
     """
 
     def __init__(
@@ -70,19 +70,19 @@ class StepGraph:
         self._graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream(target.device)
         try:
-            # The outer stream is for a recording that ends by an error: PyTorch then stays on its own.
+            # The outer stream context restores the stream if recording fails: PyTorch would stay on its own.
             with _no_collection(), torch.cuda.stream(stream), torch.cuda.graph(self._graph, pool=pool):
                 self._velocity = step(*held, **held_named)
         except RuntimeError as error:
             raise UserError(f"CUDA cannot record a step ({first_line(error)}); run without --cuda-graph") from error
 
     def takes(self, *given: Any, **named: Any) -> bool:
-        """Whether arguments are those of the recording, but for what their tensors hold."""
+        """Whether the arguments equal those of the recording, apart from the values of tensors."""
         held, leaves = _leaves(self._held), _leaves((given, named))
         return len(held) == len(leaves) and all(map(_is_replaceable, held, leaves))
 
     def __call__(self, *given: Any, **named: Any) -> Tensor:
-        """The velocity, until the next call, of arguments that `takes` accepts."""
+        """The velocity of arguments that `takes` accepts; the next call overwrites it."""
         for held, value in zip(_leaves(self._held), _leaves((given, named)), strict=True):
             if isinstance(value, Tensor):
                 held.copy_(value)
@@ -93,16 +93,16 @@ class StepGraph:
 
 
 class Replayed:
-    """A step that is replayed, once it is known that launches hold it up and that a replay gives the very same numbers.
+    """A step that is replayed once it has proved to be bound by launches and a replay to give the same numbers.
 
-    The first call pays what first calls pay, the second is timed, the third recorded, and the fourth, with other
-    inputs, compared.
+    The first call warms up, the second is timed, the third is recorded, and the fourth, with other inputs, is compared
+    with a replay.
     """
 
     def __init__(self, step: Step, graphs: StepGraphs, has_room: Callable[[], bool]) -> None:
         self._step, self._graphs, self._has_room = step, graphs, has_room
         self._graph: StepGraph | None = None
-        self._call = Replayed._first  # not bound: a cycle would keep the graph's memory for a while after the run
+        self._call = Replayed._first  # unbound: a reference cycle would keep the graph's memory after the run
 
     def __call__(self, *given: Any, **named: Any) -> Tensor:
         return self._call(self, *given, **named)
@@ -144,7 +144,7 @@ class Replayed:
         return velocity
 
     def _replayed(self, *given: Any, **named: Any) -> Tensor:
-        if not self._graph.takes(*given, **named):  # such as one that is given only at some steps
+        if not self._graph.takes(*given, **named):  # such as an argument that is given only at some steps
             return self._step(*given, **named)
         self._graphs.replays += 1
         return self._graph(*given, **named)
@@ -157,7 +157,7 @@ class Replayed:
 
 
 def _cloned(value: Any) -> Any:
-    """`value` with a copy of each tensor within its lists, tuples and dicts."""
+    """`value` with every tensor copied, also within lists, tuples and dicts."""
     if isinstance(value, Tensor):
         return value.clone()
     if isinstance(value, dict):
@@ -166,7 +166,7 @@ def _cloned(value: Any) -> Any:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """What lists, tuples and dicts hold that is none of these; keys of dicts too."""
+    """The values within nested lists, tuples and dicts, including the keys of dicts."""
     if isinstance(value, dict):
         value = [part for item in sorted(value.items()) for part in item]
     elif not isinstance(value, (list, tuple)):
@@ -175,7 +175,7 @@ def _leaves(value: Any) -> list[Any]:
 
 
 def _is_replaceable(held: Any, value: Any) -> bool:
-    """Whether `value` may take the place of `held`: a tensor of its shape, a number for a scalar, or an equal value."""
+    """Whether `value` may replace `held`: a tensor of its shape and dtype, a number for a scalar, or an equal value."""
     if isinstance(held, Tensor) and isinstance(value, Tensor):
         return held.shape == value.shape and held.dtype == value.dtype
     if isinstance(held, Tensor):
@@ -185,7 +185,7 @@ def _is_replaceable(held: Any, value: Any) -> bool:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """No garbage is collected within: what goes may speak to the device, which a recording does not allow."""
+    """Disable garbage collection: freeing objects may call CUDA, which is not allowed during a recording."""
     gc.collect()
     enabled = gc.isenabled()
     gc.disable()

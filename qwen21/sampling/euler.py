@@ -11,19 +11,19 @@ from torch import Tensor
 from ..choices import EDIT_NOISES
 from ..errors import UserError
 
-# An edit that starts from the noise which once made its own reference comes out as a haloed copy that ignores the
-# instruction. So edits draw from another seed: seed + EDIT_SEED_OFFSET * (1 + references), modulo 2^64. The offset is
-# odd in its low 32 bits, all that the CPU generator uses, so no number of references gives the seed back.
+# An edit that starts from the noise from which its own reference was generated becomes a haloed copy that ignores the
+# instruction. So edits use another seed: seed + EDIT_SEED_OFFSET * (1 + references), modulo 2^64. The CPU generator
+# uses the low 32 bits only, in which the offset is odd, so no number of references gives the same seed.
 EDIT_SEED_OFFSET = 0x9E3779B97F4A7C15
 
-WILD_CFG = 1e4  # beyond, guidance itself overflows
+WILD_CFG = 1e4  # above, guidance itself overflows
 
 Velocity = Callable[[Tensor, float], Tensor]  # x [B, C, h, w], sigma -> v [B, C, h, w]
 
 
 @dataclass(frozen=True)
 class GuidanceRange:
-    """CFG value of the steps `first` to `last`, counted from 1, both included."""
+    """The CFG value of the steps `first` to `last`, counted from 1, both included."""
 
     first: int
     last: int
@@ -32,7 +32,7 @@ class GuidanceRange:
 
 @dataclass(frozen=True)
 class Start:
-    """Where sampling starts besides noise: a picture's latent, and a mask of what may change (1) and what stays (0).
+    """The init image of a run: its latent, and a mask of what may change (1) and what stays (0).
 
     latent [B, C, h, w] or [1, C, h, w], normalised; mask [1, 1, h, w] within [0, 1], or None for everything.
     """
@@ -42,7 +42,7 @@ class Start:
 
 
 def noise_seed(seed: int, references: int, edit_noise: str = "decorrelated") -> int:
-    """The seed noise is drawn from: the given one, moved for edits unless `edit_noise` is released."""
+    """The seed of the noise: `seed`, shifted for edits unless `edit_noise` is released."""
     if edit_noise not in EDIT_NOISES:
         raise UserError(f"edit noise is {edit_noise!r}, expected one of {', '.join(EDIT_NOISES)}")
     if not references or edit_noise == "released":
@@ -51,12 +51,12 @@ def noise_seed(seed: int, references: int, edit_noise: str = "decorrelated") -> 
 
 
 def draw_noise(shape: tuple[int, int, int, int], seed: int) -> Tensor:
-    """Standard normal noise [B, C, h, w], fp32, from the CPU generator that diffusers and ComfyUI draw from."""
+    """Standard normal noise [B, C, h, w], fp32, from the CPU generator that diffusers and ComfyUI use."""
     return torch.randn(shape, generator=torch.Generator("cpu").manual_seed(seed), dtype=torch.float32)
 
 
 def guidance(steps: int, cfg: float, ranges: Sequence[GuidanceRange] = ()) -> list[float]:
-    """CFG value of every step: `cfg`, replaced within each range; later ranges win."""
+    """The CFG value of every step: `cfg`, replaced within each of `ranges`; later ranges override earlier ones."""
     values = [cfg] * steps
     for r in ranges:
         if not 1 <= r.first <= r.last <= steps:
@@ -81,15 +81,15 @@ def sample(
     check_cancel: Callable[[], None] = lambda: None,
     on_step: Callable[[int, int, Tensor], None] = lambda i, n, latent: None,
 ) -> Tensor:
-    """Euler from noise [B, C, h, w] along sigmas [n + 1]; returns the normalised latent, fp32.
+    """Run Euler steps from noise [B, C, h, w] along sigmas [n + 1]; returns the normalised latent, fp32.
 
-    `cfg` holds a value per step; v = v_neg + cfg (v_pos - v_neg) where it guides and `negative` is given. `on_step` is
-    called with (steps done, steps, latent) after each. Raises `UserError` for the first non-finite latent, on a GPU one
-    step later.
+    `cfg` holds a value per step; v = v_neg + cfg (v_pos - v_neg) where that value is above 1 and `negative` is given.
+    `on_step` is called with (steps done, steps, latent) after each step. Raises `UserError` for the first non-finite
+    latent, on a GPU one step later.
     """
     levels = sigmas.tolist()
     steps = len(levels) - 1
-    finite: list[Tensor] = []  # of each step, read once the next one is on its way: a GPU never waits for its answer
+    finite: list[Tensor] = []  # per step; read after the next step is launched, so that the GPU never waits
 
     def blame(done: int) -> str:
         if cfg is not None and max(map(abs, cfg[: done + 1])) > WILD_CFG:

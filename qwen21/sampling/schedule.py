@@ -1,4 +1,4 @@
-"""Sigma grids: the base schedule shifted by size, Turbo's fixed one, a grid given by hand, and parts of them."""
+"""Sigma grids: the base schedule with its shift by size, Turbo's fixed grid, custom grids, and parts of them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from ..config.networks import ScheduleConfig
 from ..config.validate import require_falling, short
 from ..errors import UserError
 
-DYNAMIC = "dynamic"  # the released shift of a size, by name
+DYNAMIC = "dynamic"  # name of the released shift, which depends on the size
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Sigmas [steps + 1] as fp32, falling; `kind` is base, turbo or custom; `warnings` say what was not as asked."""
+    """Falling sigmas [steps + 1], fp32; `kind` is base, turbo or custom; `warnings` say what was not as requested."""
 
     sigmas: Tensor
     kind: str
@@ -33,18 +33,18 @@ class Schedule:
 def base_sigmas(steps: int, tokens: int, config: ScheduleConfig = ScheduleConfig()) -> Tensor:
     """Sigmas [steps + 1] for a target of `tokens` latent tokens, bit-equal to diffusers' scheduler.
 
-    Exponential time shift by size, then stretched so that the last sigma before 0 is the terminal one. The order of
-    float32 operations matters. One step is [1, 0], where diffusers divides by zero.
+    The grid gets the exponential time shift of its size, then is stretched so that the last sigma before 0 is the
+    terminal one. The order of float32 operations matters. One step gives [1, 0], where diffusers divides by zero.
     """
     if steps < 1:
         raise UserError(f"steps is {steps}, expected at least 1; the base model is made for {config.steps}")
     if steps == 1:
         return torch.tensor([1.0, 0.0])
     s = np.linspace(1.0, 1 / steps, steps).astype(np.float32)
-    e = math.exp(min(shift(tokens, config), 80.0))  # far beyond any size; overflows at 710
+    e = math.exp(min(shift(tokens, config), 80.0))  # far above the shift of any size; exp overflows at 710
     s = e / (e + (1 / s - 1))
     one_minus = 1 - s
-    with np.errstate(invalid="ignore", divide="ignore"):  # 0 / 0 where the shift is beyond fp32
+    with np.errstate(invalid="ignore", divide="ignore"):  # 0 / 0 where the shift exceeds fp32
         s = 1 - one_minus / (one_minus[-1] / (1 - config.shift_terminal))
     if not np.isfinite(s).all():
         raise UserError(
@@ -55,7 +55,7 @@ def base_sigmas(steps: int, tokens: int, config: ScheduleConfig = ScheduleConfig
 
 
 def shift(tokens: int, config: ScheduleConfig = ScheduleConfig()) -> float:
-    """mu of the exponential time shift: linear in the number of target tokens."""
+    """The exponential time shift mu, linear in the number of target tokens."""
     slope = (config.max_shift - config.base_shift) / (config.max_image_seq_len - config.base_image_seq_len)
     return tokens * slope + (config.base_shift - slope * config.base_image_seq_len)
 
@@ -68,10 +68,10 @@ def turbo_sigmas(config: ScheduleConfig = ScheduleConfig()) -> Tensor:
 def custom_schedule(
     values: Sequence[float], tokens: int, mu: float | str | None = None, config: ScheduleConfig = ScheduleConfig()
 ) -> Schedule:
-    """A grid given by hand for a target of `tokens` latent tokens, as it is or shifted.
+    """The schedule of custom sigmas `values` for a target of `tokens` latent tokens, shifted where `mu` is given.
 
-    `mu` is the exponential time shift, `dynamic` the released one of this size; nothing is stretched to a terminal
-    sigma. A warning says where the grid ends above 0.
+    `mu` is the exponential time shift, or `dynamic` for the released one of this size; nothing is stretched to a
+    terminal sigma. The schedule warns if the grid ends above 0.
     """
     sigmas = custom_sigmas(values)
     if mu is not None:
@@ -80,16 +80,16 @@ def custom_schedule(
 
 
 def shifted(sigmas: Tensor, mu: float) -> Tensor:
-    """Sigmas under the exponential time shift `mu`, bit-equal to diffusers' scheduler; 1 and 0 stay where they are."""
-    s, e = sigmas.numpy(), math.exp(min(max(mu, -80.0), 80.0))  # far beyond any of use; overflows at 710
-    with np.errstate(divide="ignore"):  # 1 / 0, which comes out as 0
-        moved = e / (e + (1 / s - 1))
-    require_falling(moved.tolist(), f"sigmas shifted by {mu:g}")
-    return torch.from_numpy(moved)
+    """`sigmas` with the exponential time shift `mu`, bit-equal to diffusers' scheduler; 1 and 0 stay unchanged."""
+    s, e = sigmas.numpy(), math.exp(min(max(mu, -80.0), 80.0))  # far above any useful shift; exp overflows at 710
+    with np.errstate(divide="ignore"):  # 1 / 0, whose shifted sigma is 0
+        result = e / (e + (1 / s - 1))
+    require_falling(result.tolist(), f"sigmas shifted by {mu:g}")
+    return torch.from_numpy(result)
 
 
 def unfinished(sigmas: Tensor) -> tuple[str, ...]:
-    """A line where a grid ends above 0."""
+    """A warning where `sigmas` end above 0."""
     end = float(sigmas[-1])
     if end <= 0:
         return ()
@@ -97,7 +97,7 @@ def unfinished(sigmas: Tensor) -> tuple[str, ...]:
 
 
 def custom_sigmas(values: Sequence[float]) -> Tensor:
-    """A grid given by hand: strictly falling within [0, 1], its end 0 or not."""
+    """Custom sigmas `values` as a tensor: strictly falling within [0, 1]; the last need not be 0."""
     shown = short([float(f"{value:g}") if isinstance(value, float) else value for value in values])
     if len(values) < 2:
         raise UserError(f"got {len(values)} sigmas {shown}, expected at least two, such as 1,0.5,0")
@@ -113,10 +113,10 @@ def make_schedule(
     denoise: float = 1.0,
     config: ScheduleConfig = ScheduleConfig(),
 ) -> Schedule:
-    """Schedule of `kind` base or turbo for a target of `tokens` latent tokens.
+    """The schedule of `kind` base or turbo for a target of `tokens` latent tokens.
 
-    Below 1, `denoise` keeps the end of a longer grid, as ComfyUI's KSampler does: for base the last steps + 1 sigmas
-    of the grid of int(steps / denoise), for Turbo the last round(8 denoise) steps.
+    A `denoise` below 1 keeps the end of a longer grid, as ComfyUI's KSampler does: for base the last steps + 1 sigmas
+    of the grid of int(steps / denoise) steps, for Turbo the last round(8 denoise) steps.
     """
     if not 0 < denoise <= 1:
         raise UserError(f"denoise is {denoise:g}, expected above 0 and at most 1")
@@ -137,15 +137,15 @@ def make_schedule(
 
 
 def turbo_warnings(kind: str, steps: int, cfg: float, loras: Sequence[tuple[str, str]] = ()) -> list[str]:
-    """Lines where a run of `kind` base, turbo or custom does not fit what distils it to Turbo's steps.
+    """Warnings where a run of `kind` base, turbo or custom does not suit Turbo's distilled steps.
 
-    `cfg` is the largest that guides, else 1; `loras` are the LoRAs in force that are Turbo's, by name and by what
-    tells it.
+    `cfg` is the largest CFG above 1, else 1; `loras` are the active Turbo LoRAs: each one's name, and what marks it as
+    Turbo's.
     """
     lines = [
-        f"LoRA {name} is for Turbo's steps, by {told}: schedule turbo at CFG 1 fits it, but {steps} steps of the base "
+        f"LoRA {name} is for Turbo's steps, by {mark}: schedule turbo at CFG 1 fits it, but {steps} steps of the base "
         "schedule run"
-        for name, told in loras
+        for name, mark in loras
         if kind == "base"
     ]
     if kind == "turbo" and cfg != 1:
@@ -156,7 +156,7 @@ def turbo_warnings(kind: str, steps: int, cfg: float, loras: Sequence[tuple[str,
 
 
 def is_run_of(grid: Tensor, sigmas: Tensor) -> bool:
-    """Whether `sigmas` are consecutive ones of a grid, such as the last few of it."""
+    """Whether `sigmas` are consecutive sigmas of `grid`, such as its last few."""
     n, given = len(sigmas), sigmas.cpu().float()
     return any(torch.allclose(grid[i : i + n], given, atol=1e-6) for i in range(len(grid) - n + 1))
 
@@ -164,12 +164,12 @@ def is_run_of(grid: Tensor, sigmas: Tensor) -> bool:
 def official_grid(
     sigmas: Tensor, table: Tensor, tokens: int, *, turbo: bool = False, config: ScheduleConfig = ScheduleConfig()
 ) -> tuple[Tensor, int] | None:
-    """The released grid in place of ComfyUI's `simple` one, and the number of steps it was cut from.
+    """The released grid that replaces ComfyUI's `simple` grid `sigmas`, and the number of steps of the whole grid.
 
     `sigmas` is what a sampler was given, `table` the model sampling's sigmas, rising. `simple` takes every
-    len(table) / steps-th of the table and never asks the model; whole grids and runs of their steps (partial denoise,
-    KSamplerAdvanced) are recognised, of several fits the one of fewest steps. None for any other grid, and for Turbo
-    at other than its own number of steps.
+    len(table) / steps-th sigma of the table, whatever the model. Whole grids and runs of their steps (partial denoise,
+    KSamplerAdvanced) are recognised; of several matches the one of fewest steps counts. None for any other grid, and
+    for Turbo with another number of steps than its own.
     """
     n = len(sigmas) - 1
     given, table = sigmas.cpu().float(), table.cpu().float()
@@ -181,7 +181,7 @@ def official_grid(
         first = int((grid - given[0]).abs().argmin())
         part = grid[first : first + n + 1].clone()
         if len(part) == n + 1 and given[-1] == 0:
-            part[-1] = 0  # KSamplerAdvanced may end early and force the end to 0
+            part[-1] = 0  # KSamplerAdvanced may end early and set the last sigma to 0
         if len(part) == n + 1 and torch.equal(part, given):
             break
     else:
