@@ -78,7 +78,7 @@ def main():
     from safetensors.torch import save_file
 
     import_package("pack_tests", PACK / "tests")
-    from pack_tests.ram_gpu import ram_gpu
+    from pack_tests.support.ram_gpu import ram_gpu
 
     with ExitStack() as stack:
         if GIB:
