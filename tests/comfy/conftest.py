@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.comfy.installation import ROOT, installations
-from tests.comfy.live import Live
 from tests.comfy.models import DIT, write_models
 from tests.comfy.oracle import Oracle
 from tests.comfy.server import LiveServer
+from tests.comfy.workflow_runner import WorkflowRunner
 
 HERE = Path(__file__).parent
 
@@ -72,7 +72,7 @@ def start_server(comfyui, models_dir, tmp_path_factory):
 @pytest.fixture(scope="session")
 def comfy(server):
     """The shared server, for workflows with probes."""
-    return Live(server)
+    return WorkflowRunner(server)
 
 
 @pytest.fixture(scope="session")

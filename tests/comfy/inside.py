@@ -111,14 +111,14 @@ def check_half_vae():
 
 def batch_decode_peaks():
     """Bytes alive beside the pictures while 1 and 4 of them are decoded."""
-    from pack_tests.support.live_bytes import Live
+    from pack_tests.support.live_bytes import LiveBytes
     from the_pack.nodes.bridge.vae import load_vae
 
     vae = load_vae(str(MODELS / "vae" / VAE), "fp32", alpha="keep")
     weights, peaks = list(vae.patcher.model.parameters()), []
     for batch in (1, 4):
         latents = torch.randn(batch, 64, 8, 8)
-        with Live(latents, *weights) as live:
+        with LiveBytes(latents, *weights) as live:
             pictures = vae.decode(latents)
         peaks.append(live.peak - pictures.nbytes)
     return peaks

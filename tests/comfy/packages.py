@@ -1,11 +1,11 @@
-"""For scripts that run in a process of their own, in the folder of a ComfyUI: imports that its folders do not hide."""
+"""Import packages in scripts that run in their own process in a ComfyUI folder, whose folders would hide them."""
 
 import importlib.util
 import os
 import sys
 from pathlib import Path
 
-# The tiny models, as `tests.comfy.models` names them.
+# Names of the tiny models, as in `tests.comfy.models`.
 DIT, ENCODER, VAE = "qwen_image_2.1_tiny.safetensors", "qwen3vl_tiny.safetensors", "qwen_image_2.1_vae_tiny.safetensors"
 
 
@@ -18,7 +18,7 @@ def import_package(name: str, folder: Path) -> None:
 
 
 def import_pack(folder: Path) -> None:
-    """The pack as `the_pack`, its tests as `pack_tests`; before them the newest core's stand-in, if asked for."""
+    """Import the pack as `the_pack` and its tests as `pack_tests`, after the newest core's stand-in if requested."""
     if os.environ.get("QWEN21_AS_NEWEST_CORE"):
         import newest_core
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.comfy.graphs import ksampler, node, show, text_to_image
 from tests.comfy.models import DIT, ENCODER, VAE
-from tests.comfy.told import edit, run_and_report, tell
+from tests.comfy.run_and_report import edit, run_and_report, run_beside_fresh
 from tests.support import loras
 
 FOLDERS = {"dit": ("diffusion_models", DIT), "encoder": ("text_encoders", ENCODER), "vae": ("vae", VAE)}
@@ -74,9 +74,9 @@ def test_another_file_of_one_other_tensor_gets_no_kv_of_the_first(comfy, slot):
     if tokenizer.is_dir() and not other.with_suffix("").exists():
         other.with_suffix("").symlink_to(tokenizer)
     graph = {slot: loader(slot, name)}
-    first = tell(comfy, edit(cleared=True, **graph))
+    first = run_beside_fresh(comfy, edit(cleared=True, **graph))
     run_and_report(comfy, "hit", **graph)
-    changed = tell(comfy, edit(**{slot: loader(slot, other.name)}))
+    changed = run_beside_fresh(comfy, edit(**{slot: loader(slot, other.name)}))
     facts = changed.reuse()
     # The text before the first reference is the encoder's alone, so another VAE's prefix shares no unit either.
     assert (facts["kind"], facts["reused"]) == ("miss", 0), facts
@@ -90,13 +90,13 @@ def test_a_file_replaced_under_its_name_gets_no_kv_of_the_old_one(comfy):
     swapped.write_bytes(path.read_bytes())
     if not swapped.with_suffix("").exists():
         swapped.with_suffix("").symlink_to(path.with_suffix(""))
-    tell(comfy, edit(cleared=True, encoder=loader("encoder", swapped.name)))
+    run_beside_fresh(comfy, edit(cleared=True, encoder=loader("encoder", swapped.name)))
     tensors = load_file(path)
     name = ONE_TENSOR["encoder"]
     save_file(tensors | {name: tensors[name] * 1.7}, swapped)
     # Another widget has the loader run again, as a server that dropped its caches would.
     again = loader("encoder", swapped.name) | {"inputs": loader("encoder", swapped.name)["inputs"] | {"device": "cpu"}}
-    changed = tell(comfy, edit(encoder=again))
+    changed = run_beside_fresh(comfy, edit(encoder=again))
     assert changed.reuse()["kind"] == "miss" and changed.is_right()
 
 

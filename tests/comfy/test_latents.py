@@ -55,7 +55,7 @@ def test_more_masks_than_pictures_are_refused(comfy):
     assert node_id == "sample" and "2 masks for 1 picture" in message and "\n" not in message
 
 
-def told(comfy, graph):
+def converted(comfy, graph):
     """(latent's shape, warnings of the report, what the log got)."""
     before = len(comfy.server.log())
     run = comfy.run(graph | {"report": show("sample", 1)})
@@ -69,7 +69,7 @@ def test_sizes_that_are_rounded_are_told(comfy, name):
     graph = text_to_image(other=empty, sample=sampler(latent=["other", 0]))
     if name == "Qwen21EncodePrompt":
         graph = text_to_image(pos=prompt(width=width, height=height))
-    shape, warnings, log = told(comfy, graph)
+    shape, warnings, log = converted(comfy, graph)
     wide = width // 32 * 32
     assert shape == [1, 64, 96 // 16, wide // 16]
     line = f"{width}x{height} became {wide}x96"
@@ -82,7 +82,7 @@ def test_a_picture_that_the_vae_cuts_is_told_and_its_mask_is_cut_with_it(comfy):
     mask = {"mask": node("ProbeMask", kind="left", height=133, width=200)}
     masked = {"masked": node("SetLatentNoiseMask", samples=["start", 0], mask=["mask", 0])}
     graph = text_to_image(**encoded, **mask, **masked, sample=sampler(latent=["masked", 0], denoise=0.6))
-    shape, warnings, log = told(comfy, graph)
+    shape, warnings, log = converted(comfy, graph)
     assert shape == [1, 64, 8, 12]
     assert any("200x133 was cut to 192x128" in warning for warning in warnings) and "200x133 was cut" in log
     start = comfy.run(loaders() | encoded | {"out": show("start")}).latent

@@ -9,10 +9,10 @@ from safetensors.torch import load_file, save_file
 from tests.comfy.graphs import ksampler, node, prompt, sampler, show, text_to_image
 from tests.comfy.models import DIT, DIT_INT8
 from tests.comfy.oracle import Oracle
+from tests.comfy.run_and_report import SEEDS, edit, run_and_report, run_beside_fresh
 from tests.comfy.test_other_nodes import require_deep_clone
 from tests.comfy.test_quantized import loader, relative
 from tests.comfy.test_sampling import side
-from tests.comfy.told import SEEDS, edit, run_and_report, tell
 from tests.support import loras
 from tests.support.tiny_quant import LAYOUTS, pack, write
 
@@ -69,7 +69,7 @@ def expected(dense, run, *stack):
     return one.latent(side(run, "cond"))
 
 
-def told(run):
+def report_of(run):
     return json.loads(run.shown("report"))
 
 
@@ -118,9 +118,9 @@ def test_a_stack(comfy, files, dense, weights):
     nodes = {"a": ours(one, 0.7), "b": cores(two, -0.4, "a"), "c": ours(one, 0.2, "b")}
     run = comfy.run(graph(weights, **nodes))
     assert relative(run.latent, expected(dense[weights], run, *stack)) < TOLERANCE
-    attached = told(run)["model"]["loras"]
+    attached = report_of(run)["model"]["loras"]
     assert [(one["file"], one["strength"]) for one in attached] == [(one, 0.7), (one, 0.2)]
-    assert told(run)["model"]["patched_weights"] == len(loras.LAYERS)
+    assert report_of(run)["model"]["patched_weights"] == len(loras.LAYERS)
 
 
 def test_alpha_in_the_header(comfy, files, dense):
@@ -175,7 +175,7 @@ def test_a_clone_with_weights_of_its_own(comfy, files, dense):
 def test_prefixes_are_kept_by_lora_and_strength(comfy, files, weights):
     one, two = files("prefix one", loras.make(19)), files("prefix two", loras.make(19))  # equal contents
     dora, dit = files("prefix dora", loras.make(19, dora=True)), loader("dit", **WEIGHTS[weights])
-    tell(comfy, edit(dit=dit))
+    run_beside_fresh(comfy, edit(dit=dit))
     plain = run_and_report(comfy, "hit", dit=dit, seed=(seed := next(SEEDS)))
 
     def run(kind, lora, **nodes):
@@ -210,7 +210,7 @@ def test_a_part_that_matches_nothing_is_named(comfy, files):
         "not matched: 1",
         "  transformer.txt_out",
     ]
-    (attached,) = told(run)["model"]["loras"]
+    (attached,) = report_of(run)["model"]["loras"]
     matched = {"attention": 8, "mlp": 6, "other": 8}
     assert attached | {"file": file, "strength": 0.5, "matched": matched} == attached
     assert attached["unmatched"] == ["transformer.txt_out"]
@@ -219,7 +219,7 @@ def test_a_part_that_matches_nothing_is_named(comfy, files):
 def test_strength_zero_leaves_the_model_alone(comfy, files):
     run = comfy.run(graph(lora=ours(files("zero", loras.make(21)), 0.0), text=show("lora", 1)))
     assert torch.equal(run.latent, comfy.latent(text_to_image()))
-    assert told(run)["model"]["loras"] == [] and told(run)["model"]["patched_weights"] == 0
+    assert report_of(run)["model"]["loras"] == [] and report_of(run)["model"]["patched_weights"] == 0
     assert "! strength is 0" in run.shown("text")
 
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.comfy.graphs import loaders, node
-from tests.comfy.live import Live
 from tests.comfy.models import TURBO
-from tests.comfy.told import edit, encode, free, loader, look, picture, run_and_report, tell
+from tests.comfy.run_and_report import edit, encode, free, loader, look, picture, run_and_report, run_beside_fresh
+from tests.comfy.workflow_runner import WorkflowRunner
 
 EVICTED_FOR_HOST = "ComfyUI needed the memory"
 NOTHING_YET = "nothing stored yet for this loaded model"
@@ -19,25 +19,25 @@ def press(how):
 
 def hit_or_reloaded(comfy, **nodes):
     """Newer versions keep what another workflow's loaders made, older ones drop it; the report must say which."""
-    told = tell(comfy, edit(**nodes))
-    facts = told.reuse()
-    assert told.is_right()
-    if "dit" in told.ran.executed:
+    reported = run_beside_fresh(comfy, edit(**nodes))
+    facts = reported.reuse()
+    assert reported.is_right()
+    if "dit" in reported.ran.executed:
         assert facts["kind"] == "miss" and facts["reason"] == NOTHING_YET, facts
     else:
         assert facts["kind"] == "hit", facts
-    return told
+    return reported
 
 
 # --- ComfyUI asks for memory ---------------------------------------------------------------------------------------
 
 
 def test_unloading_models_empties_the_store(comfy):
-    tell(comfy, edit())
+    run_beside_fresh(comfy, edit())
     seen = free(comfy, unload_models=True)
     assert (seen["units"], seen["bytes"], seen["registered"]) == (0, 0, 0)
-    told = run_and_report(comfy, "miss", 0, f"reference 1 was stored, but {EVICTED_FOR_HOST}", look=look())
-    assert "dit" not in told.ran.executed and told.ran.shown("look")["registered"] == 1
+    reported = run_and_report(comfy, "miss", 0, f"reference 1 was stored, but {EVICTED_FOR_HOST}", look=look())
+    assert "dit" not in reported.ran.executed and reported.ran.shown("look")["registered"] == 1
     run_and_report(comfy, "hit")
 
 
@@ -45,34 +45,34 @@ def test_freeing_memory_ends_the_loaders_output_and_its_store(comfy):
     """The store's life ends with the MODEL's, and ComfyUI finds no leak."""
     remember = {"name": f"free {comfy.version}", "collect": False}
     logged = len(comfy.server.log())
-    told = tell(comfy, edit(alive=node("ProbeRemember", model=["dit", 0], **remember)))
-    assert told.ran.shown("alive") == ["network", "patcher", "store"]
+    reported = run_beside_fresh(comfy, edit(alive=node("ProbeRemember", model=["dit", 0], **remember)))
+    assert reported.ran.shown("alive") == ["network", "patcher", "store"]
     assert free(comfy, free_memory=True)["units"] == 0
     alive = comfy.run({"alive": node("ProbeRemember", name=remember["name"], collect=True)}).shown("alive")
     assert alive == []
-    told = run_and_report(comfy, "miss", 0, NOTHING_YET)
+    reported = run_and_report(comfy, "miss", 0, NOTHING_YET)
     run_and_report(comfy, "hit")
     assert "memory leak" not in comfy.server.log()[logged:]
 
 
 @pytest.mark.parametrize("how", ["all", "unload"])
 def test_all_memory_is_asked_for_between_two_runs(comfy, how):
-    tell(comfy, edit())
-    told = run_and_report(
+    run_beside_fresh(comfy, edit())
+    reported = run_and_report(
         comfy, "miss", 0, f"reference 1 was stored, but {EVICTED_FOR_HOST}", **press(how), look=look()
     )
-    found = told.ran.shown("press")
+    found = reported.ran.shown("press")
     assert found["before"]["registered"] == 1 and found["before"]["bytes"] > 0
     assert (found["after"]["registered"], found["after"]["bytes"]) == (0, 0)
-    assert told.ran.shown("look")["registered"] == 1
+    assert reported.ran.shown("look")["registered"] == 1
     run_and_report(comfy, "hit")
 
 
 def test_a_part_of_the_memory_is_asked_for_between_two_runs(comfy):
     """The oldest goes first: a chain from its end, so that its head is still of use."""
     run_and_report(comfy, "miss", cleared=True)
-    told = run_and_report(comfy, "partial", 1, f"reference 2 was stored, but {EVICTED_FOR_HOST}", **press("half"))
-    found = told.ran.shown("press")
+    reported = run_and_report(comfy, "partial", 1, f"reference 2 was stored, but {EVICTED_FOR_HOST}", **press("half"))
+    found = reported.ran.shown("press")
     assert found["before"]["units"] == 3 and found["after"]["units"] == 1
     assert found["after"]["bytes"] <= found["before"]["bytes"] / 2
     assert found["after"]["registered"] == 1
@@ -86,14 +86,14 @@ OTHER = {"turbo": loader(TURBO), "model": ["turbo", 0]}
 
 def test_another_model_between_two_runs(comfy):
     """Each keeps its own; one does not see the other's."""
-    tell(comfy, edit())
-    between = tell(comfy, edit(**OTHER, keep=look("dit")))
+    run_beside_fresh(comfy, edit())
+    between = run_beside_fresh(comfy, edit(**OTHER, keep=look("dit")))
     assert torch.equal(between.latent, between.fresh)
     run_and_report(comfy, "hit", turbo=OTHER["turbo"], keep=look("turbo"))
     alone = edit(**OTHER)
     del alone["dit"]
-    told = tell(comfy, alone)
-    assert torch.equal(told.latent, told.fresh) and told.report["model"]["file"] == TURBO
+    reported = run_beside_fresh(comfy, alone)
+    assert torch.equal(reported.latent, reported.fresh) and reported.report["model"]["file"] == TURBO
     hit_or_reloaded(comfy)
 
 
@@ -101,22 +101,22 @@ def test_workflows_that_alternate(comfy):
     """Two edits of one loader, and one of another loader in between."""
     other = {"pos": encode("another workflow"), "other": picture(4)}
     for nodes in ({}, other):
-        tell(comfy, edit(**nodes))
+        run_beside_fresh(comfy, edit(**nodes))
     for _ in range(2):
         run_and_report(comfy, "hit")
         run_and_report(comfy, "hit", **other)
     for _ in range(2):
-        told = tell(comfy, edit(dit=loader(dtype="bf16")))
-        assert torch.equal(told.latent, told.fresh)
+        reported = run_beside_fresh(comfy, edit(dit=loader(dtype="bf16")))
+        assert torch.equal(reported.latent, reported.fresh)
         hit_or_reloaded(comfy)
 
 
 def test_a_loaders_widget_changed_and_back(comfy):
     """bf16 weights compute in fp32 on a CPU, so only their rounding tells the pictures apart."""
-    plain = tell(comfy, edit(seed=4003))
-    told = tell(comfy, edit(dit=loader(dtype="bf16"), seed=4003))
-    assert told.reuse()["kind"] == "miss" and told.reuse()["reason"] == NOTHING_YET
-    assert torch.equal(told.latent, told.fresh) and not torch.equal(told.latent, plain.latent)
+    plain = run_beside_fresh(comfy, edit(seed=4003))
+    reported = run_beside_fresh(comfy, edit(dit=loader(dtype="bf16"), seed=4003))
+    assert reported.reuse()["kind"] == "miss" and reported.reuse()["reason"] == NOTHING_YET
+    assert torch.equal(reported.latent, reported.fresh) and not torch.equal(reported.latent, plain.latent)
     hit_or_reloaded(comfy)
 
 
@@ -125,21 +125,21 @@ def test_the_store_is_registered_once(comfy):
     cached = {"prefix_cache": "on", "device": "auto", "storage": "native", "budget": 0.0}
     for number in range(4):
         clone = node("Qwen21PrefixCache", base_model=["dit", 0], **cached | {"budget": 1.0 + number})
-        told = tell(comfy, edit(clone=clone, model=["clone", 0], look=look()))
-        seen = told.ran.shown("look")
+        reported = run_beside_fresh(comfy, edit(clone=clone, model=["clone", 0], look=look()))
+        seen = reported.ran.shown("look")
         assert seen["registered"] == 1 and seen["loaded"].count("_StoreModule") == seen["shelves"]
 
 
 def test_without_node_caches_every_run_starts_anew(start_server):
     """Each run's loader makes a store that lives as long; within a run the branches share it."""
-    comfy = Live(start_server("--cache-none"))
+    comfy = WorkflowRunner(start_server("--cache-none"))
     nodes = {"neg": encode("blurry"), "cfg": 3.0, "negative": ["neg", 0]}
     for number in range(3):
         remember = node("ProbeRemember", model=["dit", 0], name=str(number), collect=False)
-        told = tell(comfy, edit(**nodes, alive=remember, look=look()))
-        kinds = {told.reuse(side)["kind"]: told.reuse(side)["reason"] for side in ("positive", "negative")}
-        assert told.is_right() and kinds == {"miss": NOTHING_YET, "partial": "the text is new"}
-        assert told.ran.shown("look")["shelves"] == 1
+        reported = run_beside_fresh(comfy, edit(**nodes, alive=remember, look=look()))
+        kinds = {reported.reuse(side)["kind"]: reported.reuse(side)["reason"] for side in ("positive", "negative")}
+        assert reported.is_right() and kinds == {"miss": NOTHING_YET, "partial": "the text is new"}
+        assert reported.ran.shown("look")["shelves"] == 1
     for number in range(3):
         alive = node("ProbeRemember", name=str(number), collect=True)
         assert comfy.run({"alive": alive}).shown("alive") == []

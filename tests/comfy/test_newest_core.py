@@ -7,17 +7,17 @@ import torch
 
 from tests.comfy.graphs import against_fresh, ksampler, node, prompt, sampler, show, two_references
 from tests.comfy.installation import ROOT
-from tests.comfy.live import Live
+from tests.comfy.run_and_report import SEEDS, edit, encode, run_and_report, run_beside_fresh
 from tests.comfy.server import LiveServer
 from tests.comfy.test_prefix_models import TOKEN
-from tests.comfy.told import SEEDS, edit, encode, run_and_report, tell
+from tests.comfy.workflow_runner import WorkflowRunner
 
 
 @pytest.fixture(scope="module")
 def newest(comfyui, models_dir, tmp_path_factory):
     """A server that runs as the newest core."""
     with LiveServer(comfyui.as_newest(), tmp_path_factory.mktemp("base") / "base", models_dir) as running:
-        yield Live(running)
+        yield WorkflowRunner(running)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["as it is", "as newest"])
@@ -158,15 +158,18 @@ def cached(device="auto", dtype="default", model="dit"):
 def test_cores_cache_node_is_taken_as_our_options(newest):
     run_and_report(newest, "miss", cleared=True)
     run_and_report(newest, "hit", **cached())
-    off = tell(newest, edit(**cached("off"))).reuse()
+    off = run_beside_fresh(newest, edit(**cached("off"))).reuse()
     assert (off["kind"], off["reason"]) == ("off", "the prefix cache is off")
     for dtype in ("int8", "int4"):
-        facts = tell(newest, edit(**cached(dtype=dtype)), fresh_model="dit").reuse()
+        facts = run_beside_fresh(newest, edit(**cached(dtype=dtype)), fresh_model="dit").reuse()
         assert facts["codec"] == "int8", facts
     int4 = "core's cache node asks for a prefix in int4, which this MODEL does not have: it is kept as int8"
     assert int4 in newest.server.log()
     for dtype, count in (("int8", 0), ("int4", 1)):
-        assert tell(newest, edit(**cached(dtype=dtype)), fresh_model="dit").report["warnings"].count(int4) == count
+        assert (
+            run_beside_fresh(newest, edit(**cached(dtype=dtype)), fresh_model="dit").report["warnings"].count(int4)
+            == count
+        )
 
 
 def test_our_own_cache_node_wins_over_cores(newest):
@@ -174,8 +177,8 @@ def test_our_own_cache_node_wins_over_cores(newest):
     own = {"prefix_cache": "on", "device": "auto", "storage": "native", "budget": 0.0}
     nodes = cached("off", "int8") | {"model": ["own", 0]}
     nodes["own"] = node("Qwen21PrefixCache", base_model=["cached", 0], **own)
-    told = run_and_report(newest, "hit", pos=encode("both nodes"), **nodes)
-    assert told.reuse()["codec"] == "native"
+    reported = run_and_report(newest, "hit", pos=encode("both nodes"), **nodes)
+    assert reported.reuse()["codec"] == "native"
 
 
 def test_a_fun_controlnet_is_refused_by_its_node_before_work(newest):

@@ -17,30 +17,30 @@ CODED = {"int8": 0.02}  # prefixes in 8 bits
 
 @pytest.fixture(scope="module")
 def ran(comfyui, models_dir, tmp_path_factory):
-    """Runs the script with a GPU of so many GiB; returns what it told, and its tensors."""
+    """Run the script with a GPU of `gib` GiB; return what it printed, and its tensors."""
     if "True" in comfyui.python("-c", "import torch; print(torch.backends.cuda.is_built())").stdout:
         pytest.skip("its PyTorch is one for CUDA, which knows the device already")
     folder = tmp_path_factory.mktemp("gpu")
 
     def run(gib):
         script = Path(__file__).with_name("inside_gpu.py")
-        told = json.loads(comfyui.python(script, ROOT, models_dir, folder, gib).stdout.splitlines()[-1])
-        return told, load_file(folder / f"{gib:g}.safetensors")
+        facts = json.loads(comfyui.python(script, ROOT, models_dir, folder, gib).stdout.splitlines()[-1])
+        return facts, load_file(folder / f"{gib:g}.safetensors")
 
     return run
 
 
 @pytest.fixture(scope="module")
 def on_cpu(ran):
-    told, tensors = ran(0)
-    assert told["device"] == "cpu"
+    facts, tensors = ran(0)
+    assert facts["device"] == "cpu"
     return tensors
 
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_gpu_gives_what_the_cpu_gives(ran, on_cpu, size):
-    told, tensors = ran(SIZES[size])
-    assert told["device"].startswith("cuda") and told["peak"] > 2**20
+    facts, tensors = ran(SIZES[size])
+    assert facts["device"].startswith("cuda") and facts["peak"] > 2**20
     for name, wanted in on_cpu.items():
         off = float((tensors[name] - wanted).norm() / wanted.norm())
         assert off < CODED.get(name, 1e-5), name

@@ -9,13 +9,13 @@ from safetensors.torch import load_file, save_file
 
 from tests.comfy.graphs import node, prompt
 from tests.comfy.models import DIT
-from tests.comfy.told import SEEDS, add, edit, encode, look, picture, run_and_report, tell
+from tests.comfy.run_and_report import SEEDS, add, edit, encode, look, picture, run_and_report, run_beside_fresh
 
 
 @pytest.fixture
 def stored(comfy):
     """A store that holds the edit of two references."""
-    return tell(comfy, edit())
+    return run_beside_fresh(comfy, edit())
 
 
 # --- LoRAs and other changes of the model --------------------------------------------------------------------------
@@ -78,13 +78,13 @@ def test_what_no_key_can_cover_keeps_its_prefix_for_the_run(comfy, stored, what)
     number = next(SEEDS)
     for seed in (number, None):  # no more is found the second time
         nodes = {"model": ["changed", 0], "changed": changed} | ({"seed": seed} if seed else {})
-        told = tell(comfy, edit(**nodes))
-        facts = told.reuse()
-        assert torch.equal(told.latent, told.fresh)
+        reported = run_beside_fresh(comfy, edit(**nodes))
+        facts = reported.reuse()
+        assert torch.equal(reported.latent, reported.fresh)
         assert (facts["kind"], facts["reused"]) == ("miss", 0), facts
         assert facts["reason"].startswith(f"kept for this run only: {UNSEEN[what]}"), facts
         if seed:
-            assert not torch.equal(told.latent, run_and_report(comfy, "hit", seed=seed).latent)  # it does act
+            assert not torch.equal(reported.latent, run_and_report(comfy, "hit", seed=seed).latent)  # it does act
     run_and_report(comfy, "hit")
 
 
@@ -93,13 +93,13 @@ def test_hooks_that_change_weights(comfy, stored, loras):
     hook = node("CreateHookLora", lora_name="store_a.safetensors", strength_model=1.0, strength_clip=0.0)
     hooked = node("ConditioningSetProperties", cond_NEW=["pos", 0], strength=1.0, set_cond_area="default",
                   hooks=["hook", 0])  # fmt: skip
-    told = tell(comfy, edit(positive=["hooked", 0], hook=hook, hooked=hooked, seed=4002))
-    assert torch.equal(told.latent, told.fresh)
-    assert told.reuse()["kind"] == "off" and "hooks" in told.reuse()["reason"]
-    patched = tell(comfy, edit(**LORA, seed=4002))
-    torch.testing.assert_close(told.latent, patched.latent, atol=1e-3, rtol=0)
+    reported = run_beside_fresh(comfy, edit(positive=["hooked", 0], hook=hook, hooked=hooked, seed=4002))
+    assert torch.equal(reported.latent, reported.fresh)
+    assert reported.reuse()["kind"] == "off" and "hooks" in reported.reuse()["reason"]
+    patched = run_beside_fresh(comfy, edit(**LORA, seed=4002))
+    torch.testing.assert_close(reported.latent, patched.latent, atol=1e-3, rtol=0)
     nodes = {"hook": hook, "neg": encode("blurry"), "hooked": hooked, "cfg": 3.0, "negative": ["neg", 0]}
-    mixed = tell(comfy, edit(positive=["hooked", 0], **nodes))
+    mixed = run_beside_fresh(comfy, edit(positive=["hooked", 0], **nodes))
     assert torch.equal(mixed.latent, mixed.fresh)
     assert mixed.reuse("negative")["reason"] == "kept for this run only: hooks change the weights"
     run_and_report(comfy, "hit")
@@ -125,11 +125,11 @@ def kept(**inputs):
 
 def codec_run(comfy, storage, kind, reason=""):
     """A run by a codec beside a fresh one of native keys and values; returns the relative difference."""
-    told = tell(comfy, edit(**kept(storage=storage)), fresh_model="dit")
-    facts = told.reuse()
+    reported = run_beside_fresh(comfy, edit(**kept(storage=storage)), fresh_model="dit")
+    facts = reported.reuse()
     assert facts["kind"] == kind and reason in facts["reason"], facts
     assert facts["codec"] == storage
-    return float((told.latent - told.fresh).norm() / told.fresh.norm())
+    return float((reported.latent - reported.fresh).norm() / reported.fresh.norm())
 
 
 def test_codecs_keep_the_picture_close_and_are_told_apart(comfy, stored):
@@ -154,12 +154,12 @@ def test_a_small_budget_is_kept(comfy, stored):
         budget = tokens * TOKEN / 2**30
         for text in ("one", "two", "one"):
             nodes = kept(budget=budget) | {"pos": encode(text)}
-            told = tell(comfy, edit(**nodes, look=look()))
-            seen = told.ran.shown("look")
-            assert told.is_right() and seen["units"] == kv_blocks, seen
+            reported = run_beside_fresh(comfy, edit(**nodes, look=look()))
+            seen = reported.ran.shown("look")
+            assert reported.is_right() and seen["units"] == kv_blocks, seen
             assert seen["bytes"] == seen["storages"] <= tokens * TOKEN
-        assert "the store's budget was full" in told.reuse()["reason"]
-        assert told.reuse()["reused"] == told.head(kv_blocks)
+        assert "the store's budget was full" in reported.reuse()["reason"]
+        assert reported.reuse()["reused"] == reported.tokens_up_to(kv_blocks)
     run_and_report(comfy, "miss", 0, "reference 1 was stored, but the store's budget was full")
     run_and_report(comfy, "hit")
 
@@ -200,9 +200,9 @@ def test_a_session_of_random_runs(comfy, loras):
     """Each as without a store, within the budget from the first to the last."""
     draw, kinds = random.Random(4), {"hit": 0, "partial": 0, "miss": 0}
     for number in range(60):
-        told = tell(comfy, session_run(draw))
-        seen, facts = told.ran.shown("look"), told.reuse()
-        assert told.is_right(), (number, facts)
+        reported = run_beside_fresh(comfy, session_run(draw))
+        seen, facts = reported.ran.shown("look"), reported.reuse()
+        assert reported.is_right(), (number, facts)
         assert seen["bytes"] == seen["storages"] <= BUDGET * TOKEN and seen["registered"] <= 1, (number, seen)
         assert (facts["kind"] == "hit") == (not facts["reason"]), (number, facts)
         kinds[facts["kind"]] += 1

@@ -8,7 +8,18 @@ import torch
 
 from tests.comfy.graphs import custom_sampling, ksampler, node, prompt, sampler, show
 from tests.comfy.models import TURBO
-from tests.comfy.told import SEEDS, add, edit, encode, free, loader, look, picture, run_and_report, tell
+from tests.comfy.run_and_report import (
+    SEEDS,
+    add,
+    edit,
+    encode,
+    free,
+    loader,
+    look,
+    picture,
+    run_and_report,
+    run_beside_fresh,
+)
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +31,7 @@ def store(comfy):
 @pytest.fixture
 def stored(comfy, store):
     """A store that holds the edit of two references; what earlier tests stored beside it begins otherwise."""
-    return tell(comfy, edit())
+    return run_beside_fresh(comfy, edit())
 
 
 # --- what changes between two runs ---------------------------------------------------------------------------------
@@ -52,9 +63,9 @@ CHANGES = {  # kind, references reused, reason, nodes
 
 @pytest.mark.parametrize("name", ["seed", "size", "batch"])
 def test_a_full_hit_is_bit_equal(comfy, stored, name):
-    told = tell(comfy, edit(**CHANGES[name][-1]))
-    assert told.reuse()["kind"] == "hit" and torch.equal(told.latent, told.fresh)
-    (summary,) = told.ran.outputs["sample"]["text"]
+    reported = run_beside_fresh(comfy, edit(**CHANGES[name][-1]))
+    assert reported.reuse()["kind"] == "hit" and torch.equal(reported.latent, reported.fresh)
+    (summary,) = reported.ran.outputs["sample"]["text"]
     assert "positive prefix: hit: all 63 tokens reused" in summary and "s saved" in summary
 
 
@@ -67,32 +78,34 @@ def test_a_run_pays_only_for_what_changed(comfy, stored, name):
 
 def test_the_first_run_of_a_model_misses(comfy):
     """And keeps exactly what it says, in memory of its own."""
-    told = tell(comfy, edit(model=["other_model", 0], look=look("other_model"), other_model=loader(TURBO, "fp32")))
-    assert told.is_right()
-    facts = told.reuse()
+    reported = run_beside_fresh(
+        comfy, edit(model=["other_model", 0], look=look("other_model"), other_model=loader(TURBO, "fp32"))
+    )
+    assert reported.is_right()
+    facts = reported.reuse()
     assert facts["kind"] == "miss" and facts["reason"] == "nothing stored yet for this loaded model"
-    seen = told.ran.shown("look")
-    assert seen["units"] == 3 and seen["bytes"] == seen["storages"] == told.report["prefix"]["stored_bytes"]
+    seen = reported.ran.shown("look")
+    assert seen["units"] == 3 and seen["bytes"] == seen["storages"] == reported.report["prefix"]["stored_bytes"]
     assert seen["bytes"] == facts["tokens"] * 2 * 2 * 2 * 128 * 4  # K and V, layers, heads, head size, fp32
 
 
 def test_the_negative_prompt_reuses_the_references_of_the_same_run(comfy):
     nodes = {"neg": encode("blurry"), "cfg": 3.0, "negative": ["neg", 0]}
-    told = tell(comfy, edit(cleared=True, **nodes))
-    assert told.is_right()
-    sides = [told.reuse(side) for side in ("positive", "negative")]
+    reported = run_beside_fresh(comfy, edit(cleared=True, **nodes))
+    assert reported.is_right()
+    sides = [reported.reuse(side) for side in ("positive", "negative")]
     assert sorted(facts["kind"] for facts in sides) == ["miss", "partial"]
     (second,) = (facts for facts in sides if facts["kind"] == "partial")
-    assert second["reused"] == told.head(2) and second["reason"] == "the text is new"
-    again = tell(comfy, edit(**nodes))
+    assert second["reused"] == reported.tokens_up_to(2) and second["reason"] == "the text is new"
+    again = run_beside_fresh(comfy, edit(**nodes))
     assert again.is_right() and {again.reuse(side)["kind"] for side in ("positive", "negative")} == {"hit"}
 
 
 def test_the_report_tells_of_both_sides_where_they_are_one(comfy, stored):
     """Guidance away from the very same prompt runs as one batch."""
-    told = tell(comfy, edit(cfg=3.0, negative=["pos", 0]))
-    assert torch.equal(told.latent, told.fresh)
-    assert told.reuse("positive")["kind"] == "hit"
+    reported = run_beside_fresh(comfy, edit(cfg=3.0, negative=["pos", 0]))
+    assert torch.equal(reported.latent, reported.fresh)
+    assert reported.reuse("positive")["kind"] == "hit"
 
 
 def test_a_changed_encoder_is_another_prompt_and_back_is_a_hit(comfy, stored):
@@ -157,10 +170,12 @@ BETWEEN = {  # kind and references reused of the first run, nodes
 @pytest.mark.parametrize("name", BETWEEN)
 def test_what_core_does_to_a_conditioning_never_meets_stale_keys(comfy, stored, name):
     kind, references, nodes = BETWEEN[name]
-    first = tell(comfy, edit(positive=["changed", 0], **nodes))
+    first = run_beside_fresh(comfy, edit(positive=["changed", 0], **nodes))
     assert torch.equal(first.latent, first.fresh)
-    assert first.reuse()["kind"] == kind and (kind == "hit" or first.reuse()["reused"] == first.head(references))
-    again = tell(comfy, edit(positive=["changed", 0], **nodes))
+    assert first.reuse()["kind"] == kind and (
+        kind == "hit" or first.reuse()["reused"] == first.tokens_up_to(references)
+    )
+    again = run_beside_fresh(comfy, edit(positive=["changed", 0], **nodes))
     assert torch.equal(again.latent, again.fresh) and again.reuse()["kind"] == "hit"
     run_and_report(comfy, "hit")
 
@@ -181,9 +196,9 @@ def test_combined_conditionings_are_told_apart(comfy, stored):
         "second": encode("another of two"),
         "both": node("ConditioningCombine", conditioning_1=["pos", 0], conditioning_2=["second", 0]),
     }
-    told = tell(comfy, edit(positive=["both", 0], **nodes))
-    assert told.is_right()
-    assert [facts["kind"] for facts in told.report["prefix"]["positive"]] == ["hit", "partial"]
+    reported = run_beside_fresh(comfy, edit(positive=["both", 0], **nodes))
+    assert reported.is_right()
+    assert [facts["kind"] for facts in reported.report["prefix"]["positive"]] == ["hit", "partial"]
 
 
 def test_a_latent_behind_another_is_another(comfy, stored):
@@ -199,9 +214,11 @@ def test_a_latent_behind_another_is_another(comfy, stored):
     }
     kinds = []
     for first in ("x", "z", "z", "x"):
-        told = tell(comfy, edit(**nodes, one=node("ReferenceLatent", conditioning=["pos", 0], latent=[first, 0])))
-        assert told.is_right()
-        kinds.append(told.reuse()["kind"])
+        reported = run_beside_fresh(
+            comfy, edit(**nodes, one=node("ReferenceLatent", conditioning=["pos", 0], latent=[first, 0]))
+        )
+        assert reported.is_right()
+        kinds.append(reported.reuse()["kind"])
     assert kinds == ["miss", "miss", "hit", "hit"]
 
 

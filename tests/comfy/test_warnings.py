@@ -19,8 +19,8 @@ def guided(make=sampler, **inputs):
     return make(seed=next(SEEDS), cfg=3.0, negative=["neg", 0], **inputs)
 
 
-def told(comfy, graph):
-    """Warnings in messages, those in the log, and those of the sampler's report; each said before the first step."""
+def warnings_of(comfy, graph):
+    """Warnings in messages, in the log and in the sampler's report, each of which must precede the first step."""
     before = len(comfy.server.log())
     if graph["sample"]["class_type"] == "Qwen21Sampler":
         graph = graph | {"report": show("sample", 1)}
@@ -56,14 +56,14 @@ def test_the_encoder_alone_is_a_choice(comfy, make):
     """The VAE may stay wired; nothing is warned of, and the report names it."""
     chosen = prompt(TEXT, **ALL, seen_by="encoder only")
     graph = two_references(pos=chosen, cond=show("pos"), sample=make(seed=next(SEEDS)))
-    assert told(comfy, graph) == []
+    assert warnings_of(comfy, graph) == []
     extra = comfy.run(graph).shown("cond")[0][1]
     assert "reference_latents" not in extra
     assert [one["seen"] for one in extra["qwen21_report"]["references"]] == ["by the encoder alone"] * 2
 
 
 def test_references_without_a_vae_in_ksampler(comfy):
-    (warning,) = told(
+    (warning,) = warnings_of(
         comfy, two_references(pos=prompt(TEXT, references=["refs", 0]), sample=ksampler(seed=next(SEEDS)))
     )
     assert warning.startswith(f"the prompt's {HALF_SEEN}")
@@ -88,24 +88,24 @@ def test_the_negatives_references(comfy, make, negative, expected):
             "Qwen21AddReference", image=["picture", 0], references=["qk_norm_rope", 0], resolution=64, fit="resize"
         ),
     }
-    warnings = told(comfy, two_references(**nodes, neg=negative, sample=guided(make)))
+    warnings = warnings_of(comfy, two_references(**nodes, neg=negative, sample=guided(make)))
     assert len(warnings) == len(expected), warnings
     assert all(words in warning for words, warning in zip(expected, warnings, strict=True))
 
 
 def test_a_negative_that_ksampler_does_not_use_is_no_matter(comfy):
     sample = ksampler(seed=next(SEEDS), negative=["neg", 0], cfg=1.0)
-    assert told(comfy, two_references(neg=prompt("blurry"), sample=sample)) == []
+    assert warnings_of(comfy, two_references(neg=prompt("blurry"), sample=sample)) == []
 
 
 @pytest.mark.parametrize("make", [sampler, ksampler])
 def test_a_placeholder_without_its_reference(comfy, make):
     graph = two_references(pos=prompt("<image3> on <image1>", **ALL), sample=make(seed=next(SEEDS)))
-    assert told(comfy, graph) == ["the prompt speaks of <image3>, but there are 2 references"]
+    assert warnings_of(comfy, graph) == ["the prompt speaks of <image3>, but there are 2 references"]
 
 
 def test_texts_of_other_nodes_are_given_to_the_canvas(comfy):
-    """A LoRA of which a part matches: what was told in its report alone."""
+    """A LoRA of which a part matches gives a warning that only its report shows."""
     patches = loras.make(25)
     file = loras.write(comfy.models / "loras" / "partly.safetensors", patches)
     lora = node("Qwen21LoadLoRA", base_model=["dit", 0], file=file.name, strength=0.5)

@@ -1,4 +1,4 @@
-"""Files that are not what they should be, and what must come of them."""
+"""Write damaged checkpoint files, and check how they are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def refused(path, words, opener=open_checkpoint):
 
 
 def write_tensors(path, shapes, tail=0, gap=0):
-    """A file of zeros with these F32 tensors, `gap` bytes behind each and `tail` at the end."""
+    """Write a file of F32 zeros with these shapes, `gap` bytes after each tensor and `tail` bytes at the end."""
     header, at = {}, 0
     for name, shape in shapes.items():
         nbytes = 4 * torch.Size(shape).numel()
@@ -40,7 +40,7 @@ def shapes_of(path):
 
 @contextmanager
 def at_most(seconds):
-    """Fails, instead of hanging, where something waits for ever."""
+    """Fail after `seconds` instead of hanging."""
 
     def fail(*_):
         raise TimeoutError(f"took more than {seconds} s")

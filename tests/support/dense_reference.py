@@ -1,4 +1,4 @@
-"""The plain joint pass: the whole sequence at once under a dense mask. Slow, and the check of prefill + denoise."""
+"""The whole sequence in one pass under a dense mask: slow, and the reference for prefill + denoise."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from qwen21.ops.rope import rotation
 from qwen21.sequence import block_ids, prefix_layout
 
 
-def joint_pass(dit: DiT, text, references, slots, target, sigma):
-    """Velocity [B, C, h, w] with every token in one sequence: per-token modulation, one dense boolean mask."""
+def full_sequence_pass(dit: DiT, text, references, slots, target, sigma):
+    """Velocity [B, C, h, w] from all tokens in one sequence: per-token modulation, one dense boolean mask."""
     grid = tuple(target.shape[-2:])
     layout = prefix_layout(len(text), slots, [tuple(r.shape[-2:]) for r in references])
     segments = [*layout.segments, layout.target(grid)]

@@ -1,4 +1,4 @@
-"""The same runs of `generate` on one device and on another, for tests of a GPU, real or made of RAM."""
+"""Run the same `generate` on one device and on another, for tests of a GPU, real or simulated in RAM."""
 
 import json
 
@@ -12,7 +12,7 @@ EDIT = ("--image", "a.png", "b.png", "--cfg", 3, "--negative", "dull", "--batch"
 
 
 def make_folder(folder):
-    """A model, two pictures and a LoRA; returns the folder."""
+    """Write a model, two pictures and a LoRA into `folder`, and return it."""
     tiny.Tiny(folder)
     for name, colour, size in (("a", (200, 10, 30, 255), (64, 64)), ("b", (20, 210, 30, 200), (96, 64))):
         Image.new("RGBA", size, colour).save(folder / f"{name}.png")
@@ -21,7 +21,7 @@ def make_folder(folder):
 
 
 def run_on(device, folder, written, *arguments):
-    """Run `generate` with a folder's model and files on a device, which the picture must name; returns the latent."""
+    """Run `generate` with the files of `folder` on `device`, check the manifest's device, and return the latent."""
     given = ["generate", "--model", folder, "--prompt", "a cat", "--steps", 2, "--resolution", 64, "--seed", 3]
     places = [folder / each if isinstance(each, str) and "." in each else each for each in arguments]
     out = ["--device", device, "--out", written / "o.png", "--save-latent", written / "l.safetensors"]

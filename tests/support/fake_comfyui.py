@@ -1,4 +1,4 @@
-"""A stand-in for a ComfyUI server: its HTTP interface and WebSocket as far as a client can tell."""
+"""A fake ComfyUI server: the HTTP interface and WebSocket that a client sees."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from websockets.server import ServerProtocol
 
 
 class _Listener:
-    """A client's WebSocket: the protocol is the package websockets', the connection that of the HTTP request."""
+    """A client's WebSocket: the protocol is that of the package websockets, the connection that of the HTTP request."""
 
     def __init__(self, connection: Any, request: bytes) -> None:
         self.connection, self.request, self._protocol = connection, request, ServerProtocol()
@@ -28,7 +28,7 @@ class _Listener:
         self.connection.sendall(self.framed(message))
 
     def framed(self, message: str | bytes) -> bytes:
-        """The bytes of a message as they go over the wire."""
+        """Bytes of the message as sent over the connection."""
         if isinstance(message, str):
             self._protocol.send_text(message.encode())
         else:
@@ -43,13 +43,13 @@ class _Listener:
 
 class _QuietServer(ThreadingHTTPServer):
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up early is part of the tests; the default prints a traceback into their stderr."""
+        """Ignore clients that disconnect early, as tests do on purpose; the default prints a traceback to stderr."""
 
 
 class FakeComfy:
-    """`play` runs in a thread of its own once a workflow is queued; it tells messages and ends with `finish`.
+    """A fake server. `play` runs in its own thread once a workflow is queued; it sends events and ends with `finish`.
 
-    Attributes tell what came in: `posted` (bodies of /prompt), `uploads` ((name, data)), `calls` ((path, body)).
+    Attributes record the requests: `posted` (bodies of /prompt), `uploads` ((name, data)), `calls` ((path, body)).
     """
 
     def __init__(self, play: Callable[[FakeComfy], None] | None = None) -> None:
@@ -89,28 +89,33 @@ class FakeComfy:
         try:
             self.play(self)
         except BaseException:
-            self.running.clear()  # a client must not wait for it
+            self.running.clear()  # so that the client does not wait for it
             raise
 
     def send(self, message: str | bytes) -> None:
         for listener in self.listeners:
             listener.send(message)
 
-    def tell(self, kind: str, **data: Any) -> None:
-        """A message about the workflow that runs."""
+    def send_event(self, kind: str, **data: Any) -> None:
+        """Send an event about the running workflow."""
         self.send(json.dumps({"type": kind, "data": {"prompt_id": self.prompt_id, **data}}))
 
-    def finish(self, outputs: dict[str, Any] | None = None, error: dict[str, Any] | None = None, told: bool = True):
-        """As ComfyUI: success is told, then the history is written, then the last `executing` is told."""
+    def finish(
+        self, outputs: dict[str, Any] | None = None, error: dict[str, Any] | None = None, announced: bool = True
+    ):
+        """End the workflow as ComfyUI does: announce success, write the history, then announce the last `executing`.
+
+        Without `announced` only the history is written.
+        """
         messages = [["execution_start", {}]] + ([["execution_error", error]] if error else [])
-        if not error and told:
-            self.tell("execution_success")
+        if not error and announced:
+            self.send_event("execution_success")
             time.sleep(0.05)
         status = {"status_str": "error" if error else "success", "completed": not error, "messages": messages}
         self.entries[self.prompt_id] = {"outputs": outputs or {}, "status": status}
         self.running.remove(self.prompt_id)
-        if told:
-            self.tell("executing", node=None)
+        if announced:
+            self.send_event("executing", node=None)
 
     def hang_up(self) -> None:
         for listener in self.listeners:
@@ -181,7 +186,7 @@ def _handler(fake: FakeComfy) -> type[BaseHTTPRequestHandler]:
             listener = _Listener(self.connection, f"{self.requestline}\n{self.headers}".replace("\n", "\r\n").encode())
             fake.listeners.append(listener)
             listener.send(json.dumps({"type": "status", "data": {"sid": "x"}}))
-            while self.connection.recv(4096):  # until the client is gone
+            while self.connection.recv(4096):  # until the client has disconnected
                 pass
             if listener in fake.listeners:
                 fake.listeners.remove(listener)

@@ -1,6 +1,6 @@
-"""A CUDA device without one: its names lent to RAM.
+"""A simulated CUDA device, whose tensors are in RAM.
 
-`Away` tensors say that they lie on it; streams write down what was asked of them.
+A `FakeCudaTensor` reports a CUDA device; streams log the calls they get.
 """
 
 from __future__ import annotations
@@ -12,28 +12,28 @@ import torch
 CUDA = torch.device("cuda")
 
 
-class Away(torch.Tensor):
-    """A tensor in RAM that says it lies on a CUDA device."""
+class FakeCudaTensor(torch.Tensor):
+    """A tensor in RAM that reports a CUDA device."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @property
     def device(self):
-        return torch.device("cuda", 0)  # as tensors call it, whatever they were sent to
+        return torch.device("cuda", 0)  # with an index, as real tensors report it
 
 
-def offloaded(tensor):
-    """A copy there."""
-    return tensor.clone().as_subclass(Away)
+def to_cuda(tensor):
+    """Copy a tensor to the fake device."""
+    return tensor.clone().as_subclass(FakeCudaTensor)
 
 
-def here(tensor):
-    """The same tensor without its claim."""
+def as_plain(tensor):
+    """Return the same tensor as a plain one, which reports the CPU."""
     return tensor.as_subclass(torch.Tensor)
 
 
 class FakeCuda:
-    """Stands in for `torch.cuda`. `log` holds calls in order; streams are named by when they were made."""
+    """A fake `torch.cuda`. `log` holds calls in order; streams are named by the order of their creation."""
 
     def __init__(self, monkeypatch, refuse=False):
         self.log, self.registered, self.unregistered, self.streams = [], [], [], 0
@@ -80,9 +80,9 @@ class FakeCuda:
         if device.type == tensor.device.type:
             return self._plain_to(tensor, *(a for a in args if not isinstance(a, (str, torch.device))), **kw)
         self.log.append((self.running, "copies to", device.type))
-        return offloaded(here(tensor)) if device.type == "cuda" else here(tensor).clone()
+        return to_cuda(as_plain(tensor)) if device.type == "cuda" else as_plain(tensor).clone()
 
     def _copy(self, tensor, source, **kw):
-        if isinstance(source, Away) and not self.refuse:
+        if isinstance(source, FakeCudaTensor) and not self.refuse:
             self.log.append((self.running, "copies to", "cpu"))
         return self._plain_copy(tensor, source, **kw)

@@ -1,4 +1,4 @@
-"""Bytes of live tensors, counted while code runs."""
+"""Count the bytes of live tensors while code runs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Counting(TorchDispatchMode):
-    """Counts the bytes of the tensors it is shown that are still alive: `now`, and at the `peak`."""
+class ByteCounter(TorchDispatchMode):
+    """Counts the bytes of tensors given to `count` that are still alive: `now`, and at the `peak`."""
 
     def __init__(self, *known: torch.Tensor) -> None:
-        """Storages of `known` are not counted."""
+        """`known` tensors' storages are not counted."""
         super().__init__()
         self.now = self.peak = 0
         self.seen = {tensor.untyped_storage()._cdata: None for tensor in known}
@@ -31,8 +31,8 @@ class Counting(TorchDispatchMode):
         self.now -= size
 
 
-class Live(Counting):
-    """Of all tensors made inside, but for those on `meta`."""
+class LiveBytes(ByteCounter):
+    """Counts all tensors created inside the context, except those on `meta`."""
 
     def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Random LoRAs for the tiny transformer, written in every style of keys, and the merged model they must equal."""
+"""Random LoRAs for the tiny transformer in every style of keys, and the merged model that they must equal."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYERS = [*ATTENTION, *MLP, *OTHER]
 
 @dataclass(frozen=True, eq=False)
 class Patch:
-    """What a trainer saves for one layer: lora_A [rank, in], lora_B [out, rank], perhaps alpha and DoRA's scale."""
+    """What a trainer saves for one layer: lora_A [rank, in], lora_B [out, rank], maybe alpha and DoRA's magnitude."""
 
     a: Tensor
     b: Tensor
@@ -37,12 +37,12 @@ class Patch:
 
     @property
     def delta(self) -> Tensor:
-        """[out, in] in fp64: the definition."""
+        """Difference [out, in] in fp64, by the definition of LoRA."""
         alpha = self.a.shape[0] if self.alpha is None else self.alpha
         return alpha / self.a.shape[0] * (self.b.double() @ self.a.double())
 
     def merged(self, weight: Tensor, strength: float) -> Tensor:
-        """What the layer's plain weight becomes, in fp64."""
+        """The layer's plain weight with the patch merged, in fp64."""
         if self.magnitude is None:
             return weight + strength * self.delta
         whole = weight + self.delta
@@ -62,7 +62,7 @@ def _plain() -> DiT:
 
 
 def make(seed: int, layers: Iterable[str] = LAYERS, alpha: float | None = None, dora: bool = False) -> dict[str, Patch]:
-    """Ranks 1 to 5 in turn; differences of about a fifth of the weights, so that none goes unseen."""
+    """Make patches with ranks cycling from 1 to 5, and differences of about a fifth of the weights."""
     generator = torch.Generator().manual_seed(seed)
     patches = {}
     for i, layer in enumerate(layers):
@@ -76,7 +76,7 @@ def make(seed: int, layers: Iterable[str] = LAYERS, alpha: float | None = None, 
 
 
 def merge(dit: DiT, *stack: tuple[Mapping[str, Patch], float]) -> DiT:
-    """A copy whose weights hold all patches, each computed from the plain weight in fp64."""
+    """Copy `dit` with all patches merged, each computed from the plain weight in fp64."""
     result = copy.deepcopy(dit)
     for patches, strength in stack:
         for layer, patch in patches.items():
@@ -88,7 +88,7 @@ def merge(dit: DiT, *stack: tuple[Mapping[str, Patch], float]) -> DiT:
 
 @torch.no_grad()
 def velocity(dit: nn.Module, seed: int = 0) -> Tensor:
-    """Of a fixed target behind a fixed text and reference: every layer has its part in it."""
+    """Velocity of a fixed target with a fixed text and reference, which every layer contributes to."""
     generator = torch.Generator().manual_seed(seed)
     text, reference, target = (
         torch.randn(*shape, generator=generator) for shape in ((7, tiny.TEXT_WIDTH), (64, 2, 4), (2, 64, 4, 2))
@@ -137,14 +137,14 @@ def tensors(patches: Mapping[str, Patch], style: str = "diffusers") -> dict[str,
 
 
 def write(path: Path, patches: Mapping[str, Patch], style: str = "diffusers", settings: object = None) -> Path:
-    """`settings` become the header's lora_adapter_metadata."""
+    """Write a LoRA file. `settings` become the header's lora_adapter_metadata."""
     metadata = None if settings is None else {"lora_adapter_metadata": json.dumps(settings)}
     save_file(tensors(patches, style), path, metadata)
     return path
 
 
 def fusable(patches: Mapping[str, Patch]) -> dict[str, Patch]:
-    """The same with gate_layer and proj trained as one: proj shares lora_A with gate_layer."""
+    """Copy patches as if gate_layer and proj were trained as one layer: proj shares gate_layer's lora_A."""
     result = dict(patches)
     for layer, patch in patches.items():
         gate = patches.get(layer.replace(PROJ, GATE))

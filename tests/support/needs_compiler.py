@@ -1,4 +1,4 @@
-"""Tests that compile C++."""
+"""Marker for tests that compile C++."""
 
 import shutil
 

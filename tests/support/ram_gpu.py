@@ -1,9 +1,9 @@
-"""A CUDA device made of RAM: it computes real numbers, and refuses what a GPU would refuse.
+"""A simulated CUDA device in RAM: it computes real numbers, and refuses what a GPU would refuse.
 
-Tensors on it compute on the CPU, but say that they lie on `cuda:0`. An operation over tensors of both devices raises,
-and so does an allocation beyond the device's memory. There is one stream: everything runs at once. PyTorch's CPU build
-does not know the device; a few lines of C++ teach it. A CUDA graph is the list of operations that ran while it was
-recorded, each with the very tensors it read and wrote.
+Its tensors compute on the CPU, but report `cuda:0`. An operation over tensors of both devices raises, and so does an
+allocation beyond the device's memory. There is one stream, and everything runs synchronously. PyTorch's CPU build does
+not know the device; a few lines of C++ register it. A CUDA graph is the list of operations that ran during the
+recording, each with the tensors that it read and wrote.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .live_bytes import Counting
+from .live_bytes import ByteCounter
 
 CUDA = torch.device("cuda", 0)
 GUARD = """
@@ -31,23 +31,23 @@ C10_REGISTER_GUARD_IMPL(CUDA, c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CU
 """
 aten = torch.ops.aten
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-# What may read tensors of both devices: copies, and indices.
+# Operations that may read tensors of both devices: copies, and indexing.
 BETWEEN_DEVICES = {aten._to_copy.default, aten.copy_.default, aten.index.Tensor, aten.index_put_.default}
 ANSWERS = {aten._local_scalar_dense.default, aten.equal.default}
 
-# Runs in one, as fused kernels do: its parts would hold all scores.
+# Runs as one operation, as fused kernels do, because its parts would store all attention scores.
 WHOLE = aten.scaled_dot_product_attention.default
 
 
 class OnGpu(torch.Tensor):
-    """A tensor on the device; `ram` is the one in RAM that it stands for."""
+    """A tensor on the device; `ram` is the tensor in RAM that stores it."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @staticmethod
     def __new__(cls, ram: torch.Tensor) -> OnGpu:
         layout = (ram.shape, ram.stride(), ram.storage_offset())
-        with torch.inference_mode(ram.is_inference()):  # views of the other kind would have none
+        with torch.inference_mode(ram.is_inference()):  # otherwise its views could not be made
             made = torch.Tensor._make_wrapper_subclass(cls, *layout, dtype=ram.dtype, device=CUDA)
         made.ram = ram
         return made
@@ -59,7 +59,7 @@ class OnGpu(torch.Tensor):
         return self.ram.tolist()
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """Tells `Module.to` to replace a parameter, where it would change what one means in place."""
+        """Make `Module.to` replace a parameter where it would otherwise change the tensor in place."""
         return ["ram"], None
 
     @staticmethod
@@ -73,7 +73,7 @@ class OnGpu(torch.Tensor):
 
 @contextlib.contextmanager
 def ram_gpu(total: int = 2**40) -> Iterator[RamGpu]:
-    """The device, of `total` bytes."""
+    """Simulate a device of `total` bytes."""
     _teach_device()
     gpu = RamGpu(total)
 
@@ -105,14 +105,14 @@ def ram_gpu(total: int = 2**40) -> Iterator[RamGpu]:
             patches.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         patches.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
         patches.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None))
-        torch._C._set_only_lift_cpu_tensors(True)  # new tensors are made in RAM and sent, not made there
+        torch._C._set_only_lift_cpu_tensors(True)  # create new tensors in RAM first, then copy them
         patches.callback(torch._C._set_only_lift_cpu_tensors, False)
         with gpu:
             yield gpu
 
 
-class RamGpu(Counting):
-    """Where its operations run. `now` and `peak` are bytes that its tensors take."""
+class RamGpu(ByteCounter):
+    """The mode that runs the device's operations. `now` and `peak` are the bytes of its tensors."""
 
     def __init__(self, total: int) -> None:
         super().__init__()
@@ -121,7 +121,7 @@ class RamGpu(Counting):
 
     @contextlib.contextmanager
     def recorded(self, graph: RamGraph, pool: object = None) -> Iterator[None]:
-        """What runs within becomes part of the graph; nothing may pass between the devices meanwhile."""
+        """Record the operations of the context into `graph`; copies between the devices are refused meanwhile."""
         self._recording = graph
         try:
             yield
@@ -131,7 +131,7 @@ class RamGpu(Counting):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if func is not WHOLE and torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), COMPOSITE.name):
-            with self:  # made of others, which arrive alone unless in inference mode
+            with self:  # a composite operation, which outside of inference mode arrives as its parts
                 return func._op_dk(COMPOSITE, *args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         ours = {id(each.ram): each for each in tensors if isinstance(each, OnGpu)}
@@ -149,9 +149,9 @@ class RamGpu(Counting):
             return result
         if self._recording is not None:
             self._recording.operations.append((func, args, kwargs, result))
-        return tree_map_only(torch.Tensor, lambda ram: ours[id(ram)] if id(ram) in ours else self._placed(ram), result)
+        return tree_map_only(torch.Tensor, lambda ram: ours[id(ram)] if id(ram) in ours else self._on_gpu(ram), result)
 
-    def _placed(self, ram: torch.Tensor) -> OnGpu:
+    def _on_gpu(self, ram: torch.Tensor) -> OnGpu:
         self.count(ram)
         if self.now > self.total:
             raise torch.OutOfMemoryError(f"{self.now} bytes on a device of {self.total}")
@@ -159,14 +159,14 @@ class RamGpu(Counting):
 
 
 class RamGraph:
-    """Operations, and the tensors in RAM that each read and gave."""
+    """Recorded operations, with the tensors in RAM that each read and returned."""
 
     def __init__(self) -> None:
         self.operations: list[tuple[Any, tuple, dict, Any]] = []
         self.replays = 0
 
     def replay(self) -> None:
-        """Each once more, into the same tensors."""
+        """Run each operation again, into the same tensors."""
         self.replays += 1
         for func, args, kwargs, result in self.operations:
             for old, new in zip(tree_leaves(result), tree_leaves(func(*args, **kwargs)), strict=True):
@@ -175,14 +175,14 @@ class RamGraph:
 
 
 def _refuse_mixed(func, tensors: list[torch.Tensor]) -> None:
-    """Numbers, tensors without an axis, may come from RAM."""
+    """Refuse tensors of both devices, except scalars (tensors without axes), which may be in RAM."""
     strangers = [tuple(each.shape) for each in tensors if not isinstance(each, OnGpu) and each.ndim]
     if strangers:
         raise RuntimeError(f"{func}: all tensors must be on one device, but {strangers} are in RAM")
 
 
 def _refuse_waiting(func, there: bool, ours: int, tensors: int) -> None:
-    """What the host waits for: a copy from or to RAM, and an answer."""
+    """Refuse what the host would wait for: a copy from or to RAM, and reading a value."""
     passes = func in BETWEEN_DEVICES and (ours < tensors if there else ours)
     if passes or (ours and func in ANSWERS):
         raise RuntimeError(f"{func}: operation not permitted when stream is capturing")
@@ -190,7 +190,7 @@ def _refuse_waiting(func, there: bool, ours: int, tensors: int) -> None:
 
 @functools.cache
 def _teach_device() -> None:
-    """Have this process's PyTorch take `cuda` for a device."""
+    """Register `cuda` as a device in this process's PyTorch."""
     home = Path(torch.__file__).parent
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "guard.cpp"), Path(folder, "guard.so")

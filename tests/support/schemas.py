@@ -1,4 +1,4 @@
-"""The nodes' schemas without a ComfyUI: `nodes/` imported over stand-ins that only record what they are told."""
+"""Read the nodes' schemas without a ComfyUI: import `nodes/` over fake modules that record the declarations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WIDGET_TYPES = ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO")
 
 @dataclass(frozen=True)
 class Slot:
-    """An input or output. `options` is everything else that its declaration says."""
+    """An input or output. `options` holds the rest of its declaration."""
 
     name: str
     type: str
@@ -40,7 +40,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Schema:
-    """A node as ComfyUI shows it: inputs as declared, `ordered` as the canvas has them (required ones first)."""
+    """A node as ComfyUI shows it: inputs as declared, `ordered` as on the canvas (required ones first)."""
 
     node_id: str
     display_name: str
@@ -55,7 +55,7 @@ class Schema:
 
 
 class _Type:
-    """`io.Int` and its like: `Input` and `Output` give slots."""
+    """A type such as `io.Int`: `Input` and `Output` return slots."""
 
     def __init__(self, name: str) -> None:
         self.io_type = name
@@ -81,7 +81,7 @@ class _Io(ModuleType):
 
 
 class _StandIn(ModuleType):
-    """A module of which every name is an empty class: enough to import and to inherit from."""
+    """A fake module in which every name is an empty class, which can be imported and inherited from."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -92,7 +92,7 @@ class _StandIn(ModuleType):
 
 
 class _Finder:
-    """Finds a stand-in for everything of the host."""
+    """Finds a fake module for every module of ComfyUI."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         return ModuleSpec(name, self, is_package=True) if name.split(".")[0] in HOST else None
@@ -114,7 +114,7 @@ class _Finder:
 
 @contextmanager
 def _host() -> Iterator[None]:
-    """Stand-ins in place of ComfyUI; everything imported meanwhile is forgotten afterwards."""
+    """Replace ComfyUI by fake modules; everything imported meanwhile is forgotten afterwards."""
     finder, before = _Finder(), dict(sys.modules)
     for name in [name for name in sys.modules if name.split(".")[0] in HOST]:
         del sys.modules[name]

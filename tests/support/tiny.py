@@ -1,7 +1,7 @@
-"""Small random checkpoints in every layout that is read, and the diffusers pipeline of the same weights.
+"""Small random checkpoints in every supported layout, and the diffusers pipeline with the same weights.
 
-What single files cannot tell stays released: head size 128, rope axes, vision-tower depth and heads, the VAE's five
-stages. No tensor is constant: with all-one norms a missing norm would go unseen.
+Sizes that single files do not determine are the released ones: head size 128, rope axes, vision-tower depth and heads,
+the VAE's five stages. No tensor is constant, because a missing norm with weights of 1 would not be noticed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ TURBO_SIGMAS = [1.0, 0.978453, 0.95418, 0.926626, 0.89508, 0.845148, 0.704534, 0
 
 
 def randomise(module: nn.Module, seed: int) -> nn.Module:
-    """Random weights that keep activations near unit size; scales around one (or zero where stored zero-centred)."""
+    """Fill a module with random weights that keep activations near unit size.
+
+    Norm scales are around one, or around zero where they are stored zero-centred.
+    """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in module.named_parameters():
@@ -100,7 +103,7 @@ def text_encoder(seed: int = 3, width: int = TEXT_WIDTH) -> nn.Module:
 
 
 class Tiny:
-    """One tiny model: its diffusers modules, its folder on disk, and single files written on demand."""
+    """One tiny model: its diffusers modules, its folder on disk, and single files that are written on demand."""
 
     def __init__(self, folder: Path, turbo: bool = False, sharded: bool = False) -> None:
         self.folder = folder
@@ -117,7 +120,7 @@ class Tiny:
         _json(folder / "model_index.json", index)
 
     def pipeline(self) -> QwenImage21Pipeline:
-        """The oracle."""
+        """The diffusers pipeline, which gives the expected values."""
         processor = Processor(self.folder / "processor")
         for config in (self.text_encoder.config, self.text_encoder.model.config):
             config.image_token_id = processor.tokenizer.convert_tokens_to_ids("<|image_pad|>")
@@ -134,7 +137,7 @@ class Tiny:
         return pipeline
 
     def single_files(self, folder: Path, prefix: str = "", dtype: torch.dtype = torch.float32) -> dict[str, Path]:
-        """Comfy single files of the same weights: paths by slot."""
+        """Write Comfy single files of the same weights; return their paths by slot."""
         folder.mkdir(parents=True, exist_ok=True)
         files = {
             "dit": (folder / "qwen_image_2.1.safetensors", comfy_dit(self.transformer.state_dict(), prefix)),
@@ -147,7 +150,7 @@ class Tiny:
 
 
 class Opened(Tiny):
-    """A model that lies in the diffusers layout on disk, opened by diffusers and transformers themselves, in fp32."""
+    """A model on disk in the diffusers layout, opened by diffusers and transformers themselves, in fp32."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import Qwen3VLForConditionalGeneration
@@ -162,7 +165,7 @@ class Opened(Tiny):
 
 
 def comfy_dit(state: dict[str, torch.Tensor], prefix: str = "") -> dict[str, torch.Tensor]:
-    """Comfy's single file: `gate_up` = rows of gate_layer, then of proj."""
+    """Convert to Comfy's single file: `gate_up` has the rows of gate_layer, then those of proj."""
     result = {}
     for name, value in state.items():
         if name.endswith("gate_layer.weight"):
@@ -184,7 +187,7 @@ def comfy_encoder(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def comfy_vae(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Wan-2.2 names, convolution kernels with a time axis, and time_conv with its real three-frame kernel."""
+    """Convert to Wan 2.2's names, with a time axis on convolution kernels and time_conv with its three-frame kernel."""
     residual = {
         "norm1": "residual.0",
         "conv1": "residual.2",
@@ -221,13 +224,13 @@ def comfy_vae(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             and ".proj" not in name
             and "resample.1" not in name
         ):
-            value = value[:, :, None]  # a causal 3-D convolution folded to one frame
+            value = value[:, :, None]  # the shape of a causal 3-D convolution for a single frame
         result[new] = value
     return result
 
 
 def rewrite(path: Path, change: dict[str, torch.Tensor | None]) -> Path:
-    """Replace (or with None remove) tensors of a safetensors file in place."""
+    """Replace tensors of a safetensors file in place; None removes one."""
     tensors = load_file(path)
     for name, value in change.items():
         tensors.pop(name, None)
@@ -243,7 +246,7 @@ def _json(path: Path, value: dict[str, Any]) -> None:
 
 
 def in_fp8(dit):
-    """Have every linear of a transformer's blocks in fp8, with a scale per row."""
+    """Convert every linear layer of a transformer's blocks to fp8, with a scale per row."""
     for name, layer in list(dit.named_modules()):
         if isinstance(layer, torch.nn.Linear) and is_block_layer(name):
             dit.set_submodule(name, QuantLinear(QuantizedWeight(*quantize_rows(layer.weight))))

@@ -1,6 +1,6 @@
-"""Quantized checkpoint layouts of the tiny models, packed by comfy-kitchen's reference functions or by formula.
+"""Quantized layouts of the tiny models, packed by comfy-kitchen's reference functions or by formula.
 
-Nothing here comes from the library: these files are what it is tested against.
+Nothing here uses the library, because it is tested against these files.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-Pieces = dict[str, Tensor]  # "weight", and what lies beside it
+Pieces = dict[str, Tensor]  # "weight", and the tensors stored beside it
 
 
 @dataclass(frozen=True)
 class Layout:
-    """One way to store a weight: its pieces, its marker, and comfy-kitchen's way back."""
+    """One way to store a weight: its tensors, its marker, and comfy-kitchen's dequantization."""
 
     pack: Callable[[Tensor, int], Pieces]
     unpack: Callable[[Pieces, int], Tensor]
     marker: Callable[[int], dict] | None = None
     in_header: bool = False
-    old_marker: bool = False  # the key scaled_fp8 of older files
+    old_marker: bool = False  # whether the file has the key scaled_fp8, as older ones do
 
 
 def rows_of(weight: Tensor, group: int) -> Pieces:
@@ -111,7 +111,7 @@ LAYOUTS = {
 
 
 def block_linear(name: str) -> bool:
-    """Weights that int8_convrot files quantize: those of the blocks' linears."""
+    """Whether int8_convrot files quantize this weight, which they do for linear layers of the blocks."""
     inside = "transformer_blocks." in name or ".layers." in name
     return inside and name.endswith(".weight") and "norm" not in name
 
@@ -123,7 +123,7 @@ def pack(
     prefix: str = "",
     chosen: Callable[[str], bool] = block_linear,
 ) -> tuple[dict[str, Tensor], dict[str, str], dict[str, Tensor]]:
-    """A file's tensors and metadata, and the dense state that comfy-kitchen reads from them."""
+    """Quantize `state`; return the file's tensors and metadata, and the dense state that comfy-kitchen reads."""
     tensors, markers, dense = {}, {}, {}
     for name, value in state.items():
         if not chosen(name):

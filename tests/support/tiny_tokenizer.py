@@ -1,4 +1,4 @@
-"""A small tokenizer of Qwen's kind: byte-level BPE, Qwen's pre-tokenizer and special tokens."""
+"""A small tokenizer like Qwen's: byte-level BPE, Qwen's pre-tokenizer and special tokens."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ CORPUS = (
 
 
 def write_tokenizer(folder: str | Path, vocab_size: int = 512, special: bool = True) -> Path:
-    """Writes tokenizer.json, vocab.json, merges.txt and tokenizer_config.json; all ids are below vocab_size.
+    """Write tokenizer.json, vocab.json, merges.txt and tokenizer_config.json; all ids are below `vocab_size`.
 
-    Without `special` the files hold the byte-pair vocabulary alone.
+    Without `special` the files only hold the byte-pair vocabulary.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def write_tokenizer(folder: str | Path, vocab_size: int = 512, special: bool = T
 
 
 class Processor:
-    """Stands in for transformers' Qwen3VLProcessor, whose video half needs torchvision: what the pipeline asks of it.
+    """Replaces transformers' Qwen3VLProcessor, whose video half needs torchvision, in what the pipeline calls.
 
     Nothing is resized. `images` and `inputs` are those of the last call.
     """
@@ -104,6 +104,6 @@ class Processor:
         tokens = self.tokenizer(text, padding=padding, padding_side=padding_side, return_tensors=return_tensors)
         pad = self.tokenizer.convert_tokens_to_ids("<|image_pad|>")
         self.inputs = {"input_ids": tokens["input_ids"], "attention_mask": tokens["attention_mask"], **vision}
-        if not transformers.__version__.startswith("4."):  # 4.57 tells pictures from text by ids
+        if not transformers.__version__.startswith("4."):  # 4.57 recognises pictures by token ids
             self.inputs["mm_token_type_ids"] = (tokens["input_ids"] == pad).int()
         return transformers.BatchFeature(self.inputs)

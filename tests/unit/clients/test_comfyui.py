@@ -55,12 +55,12 @@ def test_a_run_that_works(run, tmp_path):
     picture.write_bytes(b"\x89PNG\r\n\x00--\r\n data")
 
     def play(fake):
-        fake.tell("execution_start")
-        fake.tell("executing", node="3")
+        fake.send_event("execution_start")
+        fake.send_event("executing", node="3")
         for step in (0, 1, 2):
-            fake.tell("progress", value=step, max=2, node="3")
+            fake.send_event("progress", value=step, max=2, node="3")
             fake.send(b"\0\0\0\1" + bytes(70000))  # a preview
-        fake.tell("progress", value=5, max=5, node="3", prompt_id="somebody else's")
+        fake.send_event("progress", value=5, max=5, node="3", prompt_id="somebody else's")
         outputs = {"9": {"images": [image("a_00001_.png"), image("b.png", subfolder="s/t", type="temp")]}}
         fake.finish({**outputs, "3": {"text": ["a report"], "animated": [True], "audio": [image("c.flac")]}})
 
@@ -122,7 +122,7 @@ ERROR = {
 def test_error_of_a_node(run, told):
     def play(fake):
         if told:
-            fake.tell("execution_error", **ERROR)
+            fake.send_event("execution_error", **ERROR)
         fake.finish({"9": {"images": [image("a.png")]}}, ERROR)
 
     with FakeComfy(play) as fake:
@@ -135,7 +135,9 @@ def test_error_of_a_node(run, told):
 
 def test_a_blocked_output_fails_though_the_run_succeeds(run):
     def play(fake):
-        fake.tell("execution_error", node_id="9", node_type="Save", exception_message="Execution Blocked: no model")
+        fake.send_event(
+            "execution_error", node_id="9", node_type="Save", exception_message="Execution Blocked: no model"
+        )
         fake.finish({"5": {"images": [image("a.png")]}})
 
     with FakeComfy(play) as fake:
@@ -161,7 +163,7 @@ def test_without_messages_the_history_is_asked(run, monkeypatch, how):
         if how == "hung up":
             fake.hang_up()
         time.sleep(0.3)
-        fake.finish({"9": {"images": [image("a.png")]}}, told=False)
+        fake.finish({"9": {"images": [image("a.png")]}}, announced=False)
 
     with FakeComfy(play) as fake:
         fake.has_socket = how != "no socket"

@@ -9,7 +9,7 @@ from tests.support.fake_comfyui import FakeComfy
 def test_warnings_are_shown_once_without_being_asked_for(tmp_path, capsys):
     def play(fake):
         for warnings in (["early\nlines", "twice"], "nonsense"):
-            fake.tell("qwen21.warnings", node="3", warnings=warnings)
+            fake.send_event("qwen21.warnings", node="3", warnings=warnings)
         fake.finish({"3": {"qwen21_warnings": ["twice", "late"]}})
 
     workflow = tmp_path / "workflow.json"

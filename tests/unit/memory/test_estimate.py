@@ -19,7 +19,7 @@ from qwen21.models.text_encoder import TextEncoder
 from qwen21.prefix import CODECS, LayerReader
 from qwen21.sequence import prefix_layout
 from tests.support import tiny, tiny_quant
-from tests.support.live_bytes import Live
+from tests.support.live_bytes import LiveBytes
 
 GIB = 2**30
 CONFIG = DiTConfig(layers=3, heads=2, text_width=64)
@@ -46,7 +46,7 @@ def inputs(dit, text, references, grid):
 def prefilled(dit, codec, *made_of):
     """A prefix, and the peak of making it beyond what it keeps."""
     text, latents, slots = made_of
-    with Live(text, *latents, *dit.parameters()) as live:
+    with LiveBytes(text, *latents, *dit.parameters()) as live:
         prefix = dit.prefill(text, latents, slots, codec=CODECS[codec])
     return prefix, live.peak - prefix.nbytes
 
@@ -56,7 +56,7 @@ def stepped(dit, prefix, batch, grid):
     """The peak of a step."""
     target = torch.zeros(batch, 64, *grid, dtype=next(dit.parameters()).dtype)
     stored = [part for kv_block in prefix.kv_blocks for layer in kv_block.layers for parts in layer for part in parts]
-    with Live(target, *stored, *dit.parameters()) as live:
+    with LiveBytes(target, *stored, *dit.parameters()) as live:
         dit.denoise(target, 0.5, prefix)
     return live.peak
 
@@ -128,7 +128,7 @@ def test_a_second_branch_adds_its_text(dit, monkeypatch):
     """Both prefills in one count: the second needs little, but all that the first keeps is there."""
     monkeypatch.setattr(dit_module, "PREFILL_CHUNK", 64)
     text, latents, slots = inputs(dit, 30, 2, (12, 12))
-    with torch.inference_mode(), Live(text, *latents, *dit.parameters()) as live:
+    with torch.inference_mode(), LiveBytes(text, *latents, *dit.parameters()) as live:
         first = dit.prefill(text, latents, slots)
         second = dit.prefill(text[:20], latents, slots, cached=first.kv_blocks[:2])
     made = estimate.chains([first.layout, second.layout])
@@ -145,7 +145,7 @@ def test_activations_beside_a_prefix_in_ram(dit, monkeypatch, codec):
 
     monkeypatch.setattr(LayerReader, "_brought", brought)
     text, latents, slots = inputs(dit, 40, 4, (12, 12))
-    with torch.inference_mode(), Live(text, *latents, *dit.parameters()) as live:
+    with torch.inference_mode(), LiveBytes(text, *latents, *dit.parameters()) as live:
         prefix = dit.prefill(text, latents, slots, codec=CODECS[codec], storage="meta")
     made = estimate.chains([prefix.layout])
     offloaded = estimate.prefill_activations(CONFIG, made, text.dtype, CODECS[codec], offloaded=True)
@@ -245,7 +245,7 @@ def test_reading_is_that_of_real_calls(dtype, blocks, text, mlp):
         ids += [1] * (5 + rows * columns)
     layout = TokenLayout((*ids, *[3] * text), 0, tuple(spans), tuple(blocks))
     images = [Image.new("RGB", (32 * columns, 32 * rows)) for rows, columns in blocks]
-    with torch.inference_mode(), Live(*encoder.parameters()) as live:
+    with torch.inference_mode(), LiveBytes(*encoder.parameters()) as live:
         pictures, heads = [], []
         for image in images:  # as `TextEncoder.encode`
             pictures.append(encoder.encode_vision(*vision_patches(image)))

@@ -23,7 +23,7 @@ from qwen21.memory.plan import MemoryJob, plan_memory
 from qwen21.memory.show import plan_report
 from qwen21.pipeline import Pipeline, Request, Watch
 from tests.support import tiny
-from tests.support.live_bytes import Live
+from tests.support.live_bytes import LiveBytes
 
 GIB = 2**30
 STAGES = {
@@ -71,7 +71,7 @@ def test_a_run_takes_what_was_planned(model, tmp_path):
     request = Request("put <image1> on <image2>", "dull", opened, cfg=3.0, resolution=256, steps=1)
     pipeline = Pipeline(find_folder(model))
     peaks: dict[str, int] = {}
-    with Live() as live:
+    with LiveBytes() as live:
 
         def on_stage(name):
             """The peak since the last one was called, and a new count."""

@@ -12,7 +12,7 @@ from qwen21.models.dit import DiT, TimestepEmbedder
 from qwen21.models.dit_block import Modulation
 from qwen21.ops import attention
 from tests.support import tiny
-from tests.support.dense_reference import joint_pass
+from tests.support.dense_reference import full_sequence_pass
 
 TEXT = tiny.TEXT_WIDTH
 
@@ -87,7 +87,7 @@ def test_prefill_and_denoise_equal_the_joint_pass(models, seed):
     )
     sigma = rng.random()
     with torch.inference_mode():
-        expected = joint_pass(ours, text, references, slots, x, sigma)
+        expected = full_sequence_pass(ours, text, references, slots, x, sigma)
         got = ours.denoise(x, sigma, ours.prefill(text, references, slots))
     assert (got - expected).abs().max() < 1e-5
 
@@ -179,7 +179,7 @@ def test_the_prefills_chunks_do_not_show(models, monkeypatch, chunk):
     text, references, x = inputs(11, 19, [(3, 4), (4, 3)], (2, 3))
     slots = [9, 9]
     with torch.inference_mode():
-        expected = joint_pass(ours, text, references, slots, x, 0.4)
+        expected = full_sequence_pass(ours, text, references, slots, x, 0.4)
         monkeypatch.setattr(dit, "PREFILL_CHUNK", chunk)
         monkeypatch.setattr(attention, "CAUSAL_CHUNK", 3)
         got = ours.denoise(x, 0.4, ours.prefill(text, references, slots))
@@ -192,7 +192,7 @@ def test_positions_far_beyond_any_table():
     text, _, x = inputs(11, 9200, [], (2, 2))
     with torch.inference_mode():
         v = dit.denoise(x, 0.5, dit.prefill(text))
-        expected = joint_pass(dit, text, [], [], x, 0.5)
+        expected = full_sequence_pass(dit, text, [], [], x, 0.5)
     assert (v - expected).abs().max() < 1e-5
 
 

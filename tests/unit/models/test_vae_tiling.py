@@ -10,7 +10,7 @@ from qwen21.errors import Cancelled, UserError
 from qwen21.models import vae_tiling
 from qwen21.models.vae import VAE
 from tests.support import tiny
-from tests.support.live_bytes import Live
+from tests.support.live_bytes import LiveBytes
 
 
 def small(base: int = 4, decoder_base: int = 4, **kwargs) -> VAE:
@@ -208,7 +208,7 @@ def test_overflow_in_one_tile_is_computed_again_in_fp32(caplog):
 def test_estimate_is_the_peak_of_live_tensors(decode, tile, dtype):
     vae = small(8, 12).to(dtype)
     x = (latent(26, 14) if decode else picture(26, 14)).to(dtype)
-    with Live(x, *vae.parameters()) as live:
+    with LiveBytes(x, *vae.parameters()) as live:
         (vae_tiling.decode_tiled if decode else vae_tiling.encode_tiled)(vae, x, tile)
     estimate = vae_tiling.peak_bytes(vae.config, 14 * 16, 26 * 16, dtype, decode=decode, tile=tile)
     assert 0.95 < estimate / live.peak < 1.05
@@ -217,7 +217,7 @@ def test_estimate_is_the_peak_of_live_tensors(decode, tile, dtype):
 def test_estimate_of_the_coarse_part():
     """So many cells beside so small a tile that attention is the peak."""
     vae, z = small(8, 12), latent(1, 500)
-    with Live(z, *vae.parameters()) as live:
+    with LiveBytes(z, *vae.parameters()) as live:
         vae_tiling.decode_tiled(vae, z, 8)
     estimate = vae_tiling.peak_bytes(vae.config, 8000, 16, z.dtype, decode=True, tile=8)
     assert estimate > 1.5 * vae_tiling.peak_bytes(vae.config, 800, 16, z.dtype, decode=True, tile=8)
@@ -248,7 +248,7 @@ def test_budget_is_obeyed():
     vae, z = small(8, 12), latent(26, 14)
     expected = vae.decode(z)
     budget = vae_tiling.peak_bytes(vae.config, 14 * 16, 26 * 16, z.dtype, decode=True) // 2
-    with Live(z, *vae.parameters()) as live:
+    with LiveBytes(z, *vae.parameters()) as live:
         result = vae_tiling.decode(vae, z, budget)
     assert live.peak < budget
     assert difference(result, expected) < 1e-5

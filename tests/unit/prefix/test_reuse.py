@@ -25,8 +25,8 @@ from qwen21.prefix import (
     stored_prefix,
 )
 from tests.support import tiny
-from tests.support.fake_cuda import Away
-from tests.support.fake_kv_blocks import AWAY, BYTES, CPU, MODEL, Placed
+from tests.support.fake_cuda import FakeCudaTensor
+from tests.support.fake_kv_blocks import BYTES, CPU, CUDA, MODEL, FakeKVBlock
 
 WIDTH = 8
 LAYERS = 2
@@ -263,16 +263,16 @@ def test_places_are_asked_for_what_is_not_there(dit, codec):
 
 def stored(store, given, *devices):
     """Store stand-ins for the KV blocks of some inputs that lie on these devices."""
-    kv_blocks = [Placed(100, at) for at in devices]
+    kv_blocks = [FakeKVBlock(100, at) for at in devices]
     store.add(MODEL, given.keys[: len(kv_blocks)], kv_blocks)
     return kv_blocks
 
 
-@pytest.mark.parametrize("storage", [CPU, AWAY])
+@pytest.mark.parametrize("storage", [CPU, CUDA])
 def test_units_elsewhere_are_counted_and_moved(dit, storage):
     """The text is on the CPU here, so what lies on the other device is absent."""
     store, given, asked = Store(10**6), inputs(), []
-    kv_blocks = stored(store, given, CPU, AWAY, AWAY)
+    kv_blocks = stored(store, given, CPU, CUDA, CUDA)
     prefix, reuse = through(store, dit, given, place=lambda needed, head: asked.append(needed) or storage)
     assert asked == [200 * BYTES]
     assert prefix.kv_blocks == kv_blocks and {kv_block.at for kv_block in kv_blocks} == {storage}
@@ -300,17 +300,17 @@ def test_what_is_placed_on_the_device_fits_beside_a_step(dit, monkeypatch, free)
     would come straight back, and the step run out of memory."""
     capacity, working, store, given = (free + 400) * BYTES, 200 * BYTES, Store(10**6), inputs()
     head = stored(store, given, CPU, CPU, CPU)
-    other = Placed(100, CPU)
+    other = FakeKVBlock(100, CPU)
     store.add(replace(MODEL, patches="x"), ["other"], [other])
     for kv_block in (*head, other):
-        kv_block.at = AWAY
-    on_device = replace(given, text=given.text.as_subclass(Away))  # a full hit computes nothing with it
+        kv_block.at = CUDA
+    on_device = replace(given, text=given.text.as_subclass(FakeCudaTensor))  # a full hit computes nothing with it
 
     def room():
-        return capacity - store.nbytes(AWAY)
+        return capacity - store.nbytes(CUDA)
 
     monkeypatch.setattr("qwen21.pipeline.free_bytes", lambda device: room())
-    pipeline = Pipeline(None, device=AWAY, store=store)
+    pipeline = Pipeline(None, device=CUDA, store=store)
     prefix, _ = through(store, dit, on_device, place=pipeline.placement(working).place)
     assert prefix.kv_blocks == head
     assert {kv_block.at for kv_block in head} == {CPU} or room() >= working

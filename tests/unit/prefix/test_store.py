@@ -8,17 +8,17 @@ import pytest
 
 from qwen21.prefix import Reuse, Store
 from qwen21.prefix import store as module
-from tests.support.fake_kv_blocks import AWAY, BYTES, CPU, MODEL, Placed, add, filled, heads
+from tests.support.fake_kv_blocks import BYTES, CPU, CUDA, MODEL, FakeKVBlock, add, chain_keys, filled
 
 OTHER = replace(MODEL, patches="")
 
 
 def kept(store, *chains, identity=MODEL):
-    return [store.holds(identity, heads(chain)) for chain in chains]
+    return [store.holds(identity, chain_keys(chain)) for chain in chains]
 
 
 def why(store, chain, identity=MODEL):
-    return store.why_missing(identity, heads(chain), [f"unit {i}" for i in range(len(chain))])
+    return store.why_missing(identity, chain_keys(chain), [f"unit {i}" for i in range(len(chain))])
 
 
 # --- finding -------------------------------------------------------------------------------------------------------
@@ -26,8 +26,8 @@ def why(store, chain, identity=MODEL):
 
 def test_the_longest_head_is_found_and_nothing_behind_a_gap():
     store, kv_blocks = filled("abc")
-    assert store.longest_match(MODEL, heads("abcd")) == [kv_blocks["a"], kv_blocks["ab"], kv_blocks["abc"]]
-    assert store.longest_match(MODEL, heads("abx")) == [kv_blocks["a"], kv_blocks["ab"]]
+    assert store.longest_match(MODEL, chain_keys("abcd")) == [kv_blocks["a"], kv_blocks["ab"], kv_blocks["abc"]]
+    assert store.longest_match(MODEL, chain_keys("abx")) == [kv_blocks["a"], kv_blocks["ab"]]
     assert store.longest_match(MODEL, ["?", "ab"]) == store.longest_match(MODEL, []) == []
     assert len(store) == 3
 
@@ -36,27 +36,27 @@ def test_the_longest_head_is_found_and_nothing_behind_a_gap():
 def test_another_model_shares_nothing(field):
     store, kv_blocks = filled("ab")
     other = replace(MODEL, **{field: "another"})
-    assert store.longest_match(other, heads("ab")) == []
-    assert store.holds(other, heads("ab")) == 0
+    assert store.longest_match(other, chain_keys("ab")) == []
+    assert store.holds(other, chain_keys("ab")) == 0
     add(store, {}, "ab", other)
-    assert store.longest_match(MODEL, heads("ab")) == [kv_blocks["a"], kv_blocks["ab"]]
-    assert store.longest_match(other, heads("ab"))[0] is not kv_blocks["a"]
+    assert store.longest_match(MODEL, chain_keys("ab")) == [kv_blocks["a"], kv_blocks["ab"]]
+    assert store.longest_match(other, chain_keys("ab"))[0] is not kv_blocks["a"]
     assert len(store) == 4
 
 
 def test_holding_can_be_asked_of_one_device():
     store, kv_blocks = filled("abc")
-    kv_blocks["ab"].at = AWAY
-    assert store.holds(MODEL, heads("abc")) == 3
-    assert store.holds(MODEL, heads("abc"), CPU) == 1
-    assert store.holds(MODEL, heads("abc"), AWAY) == 0
-    assert (store.nbytes(), store.nbytes(CPU), store.nbytes(AWAY)) == (30 * BYTES, 20 * BYTES, 10 * BYTES)
+    kv_blocks["ab"].at = CUDA
+    assert store.holds(MODEL, chain_keys("abc")) == 3
+    assert store.holds(MODEL, chain_keys("abc"), CPU) == 1
+    assert store.holds(MODEL, chain_keys("abc"), CUDA) == 0
+    assert (store.nbytes(), store.nbytes(CPU), store.nbytes(CUDA)) == (30 * BYTES, 20 * BYTES, 10 * BYTES)
 
 
 def test_a_unit_that_is_there_is_kept():
     """Two threads may compute the same prefix: the bytes count once, and who has found the first keeps finding it."""
     store, kv_blocks = filled("a")
-    store.add(MODEL, ["a"], [Placed(10)])
+    store.add(MODEL, ["a"], [FakeKVBlock(10)])
     assert store.longest_match(MODEL, ["a"]) == [kv_blocks["a"]]
     assert store.nbytes() == 10 * BYTES
 
@@ -67,13 +67,13 @@ def test_a_chain_is_served_only_as_it_was_made():
     store, mine, yours = Store(10**6), {}, {}
     add(store, mine, "ab")
     add(store, yours, "ac")
-    found = store.longest_match(MODEL, heads("ac"))
+    found = store.longest_match(MODEL, chain_keys("ac"))
     assert found in ([yours["a"], yours["ac"]], [mine["a"]])
 
 
 def test_a_chain_and_its_keys_are_equally_long():
     with pytest.raises(ValueError):
-        Store(100).add(MODEL, ["a", "b"], [Placed(1)])
+        Store(100).add(MODEL, ["a", "b"], [FakeKVBlock(1)])
 
 
 # --- what goes first -----------------------------------------------------------------------------------------------
@@ -90,7 +90,7 @@ def test_the_tail_goes_before_the_head():
 
 def test_the_least_recently_used_chain_goes_first():
     store, kv_blocks = filled("ab", "cd", "ef", budget=60 * BYTES)
-    store.longest_match(MODEL, heads("ab"))
+    store.longest_match(MODEL, chain_keys("ab"))
     add(store, kv_blocks, "gh")
     assert kept(store, "ab", "cd", "ef", "gh") == [2, 0, 2, 2]
     add(store, kv_blocks, "ef")  # adding what is there is a use
@@ -107,7 +107,7 @@ def test_asking_is_no_use():
 
 def test_a_found_head_is_a_use_of_what_was_found():
     store, kv_blocks = filled("ab", "cd", budget=40 * BYTES)
-    assert len(store.longest_match(MODEL, heads("ax"))) == 1
+    assert len(store.longest_match(MODEL, chain_keys("ax"))) == 1
     add(store, kv_blocks, "e")
     assert kept(store, "ab", "cd", "e") == [1, 2, 1]  # b had not been used since
 
@@ -124,10 +124,10 @@ def test_a_shared_head_outlives_its_tails():
 def test_nothing_is_kept_that_cannot_be_found():
     """Giving up a KV block gives up all behind it, wherever they lie."""
     store, kv_blocks = filled("abcd", "axy")
-    kv_blocks["abcd"].at = kv_blocks["ab"].at = kv_blocks["ax"].at = AWAY
-    assert store.release(1, AWAY, "test") == 10 * BYTES  # d, the oldest
+    kv_blocks["abcd"].at = kv_blocks["ab"].at = kv_blocks["ax"].at = CUDA
+    assert store.release(1, CUDA, "test") == 10 * BYTES  # d, the oldest
     assert kept(store, "abcd", "axy") == [3, 3]
-    assert store.release(1, AWAY, "test") == 10 * BYTES  # b, and c on the CPU with it
+    assert store.release(1, CUDA, "test") == 10 * BYTES  # b, and c on the CPU with it
     assert kept(store, "abcd", "axy") == [1, 3]
     assert len(store) == 3
     assert store.release(10**6, CPU, "test") == 20 * BYTES  # y, then a, and x with it
@@ -136,8 +136,8 @@ def test_nothing_is_kept_that_cannot_be_found():
 
 def test_orphans_count_only_where_room_is_needed():
     store, kv_blocks = filled("abc")
-    kv_blocks["a"].at = AWAY
-    assert store.release(1, AWAY, "test") == 10 * BYTES
+    kv_blocks["a"].at = CUDA
+    assert store.release(1, CUDA, "test") == 10 * BYTES
     assert (len(store), store.nbytes()) == (0, 0)
     assert store.statistics.evicted == 3
 
@@ -151,7 +151,7 @@ def test_a_chain_beyond_the_budget_leaves_its_head():
 
 def test_no_budget_keeps_nothing():
     store, _ = filled("abc", budget=0)
-    assert (len(store), store.nbytes(), store.longest_match(MODEL, heads("abc"))) == (0, 0, [])
+    assert (len(store), store.nbytes(), store.longest_match(MODEL, chain_keys("abc"))) == (0, 0, [])
 
 
 def test_a_lowered_budget_holds_from_the_next_chain_on():
@@ -174,46 +174,46 @@ def test_release_drops_the_oldest_of_a_device_until_enough():
     store, kv_blocks = filled("a", "b", "c", "d")
     kv_blocks["b"].at = CPU
     for name in "acd":
-        kv_blocks[name].at = AWAY
-    assert store.release(0, AWAY, "test") == 0
-    assert store.release(10 * BYTES + 1, AWAY, "test") == 20 * BYTES
+        kv_blocks[name].at = CUDA
+    assert store.release(0, CUDA, "test") == 0
+    assert store.release(10 * BYTES + 1, CUDA, "test") == 20 * BYTES
     assert kept(store, *"abcd") == [0, 1, 0, 1]
-    assert store.release(10**6, AWAY, "test") == 10 * BYTES
+    assert store.release(10**6, CUDA, "test") == 10 * BYTES
     assert store.release(10**6, None, "test") == 10 * BYTES
 
 
 def test_release_moves_the_oldest_of_a_device_until_enough():
     store, kv_blocks = filled("a", "b", "c", "d")
     for name in "acd":
-        kv_blocks[name].at = AWAY
-    assert store.release(10 * BYTES + 1, AWAY, "test", to=CPU) == 20 * BYTES
+        kv_blocks[name].at = CUDA
+    assert store.release(10 * BYTES + 1, CUDA, "test", to=CPU) == 20 * BYTES
     assert [kv_blocks[name].moves for name in "abcd"] == [[CPU], [], [CPU], []]
     assert kept(store, *"abcd") == [1] * 4
     assert store.statistics.evicted == 0
-    assert (store.nbytes(CPU), store.nbytes(AWAY)) == (30 * BYTES, 10 * BYTES)
+    assert (store.nbytes(CPU), store.nbytes(CUDA)) == (30 * BYTES, 10 * BYTES)
 
 
 def test_release_moves_at_most_what_fits():
     store, kv_blocks = filled("a", "b")
-    store.add(MODEL, ["big"], [big := Placed(100, AWAY)])
-    store.add(MODEL, ["small"], [small := Placed(5, AWAY)])
+    store.add(MODEL, ["big"], [big := FakeKVBlock(100, CUDA)])
+    store.add(MODEL, ["small"], [small := FakeKVBlock(5, CUDA)])
     for name in "ab":
-        kv_blocks[name].at = AWAY
-    assert store.release(10**6, AWAY, "test", to=CPU, most=0) == 0
-    assert store.release(10**6, AWAY, "test", to=CPU, most=25 * BYTES) == 25 * BYTES
-    assert [kv_block.at for kv_block in (kv_blocks["a"], kv_blocks["b"], big, small)] == [CPU, CPU, AWAY, CPU]
-    assert store.release(10**6, AWAY, "test", to=CPU, most=100 * BYTES) == 100 * BYTES
+        kv_blocks[name].at = CUDA
+    assert store.release(10**6, CUDA, "test", to=CPU, most=0) == 0
+    assert store.release(10**6, CUDA, "test", to=CPU, most=25 * BYTES) == 25 * BYTES
+    assert [kv_block.at for kv_block in (kv_blocks["a"], kv_blocks["b"], big, small)] == [CPU, CPU, CUDA, CPU]
+    assert store.release(10**6, CUDA, "test", to=CPU, most=100 * BYTES) == 100 * BYTES
 
 
 @pytest.mark.parametrize("to", [CPU, None])
 def test_release_spares_what_is_about_to_be_used(to):
     store, kv_blocks = filled("ab", "cd", "ef")
     for kv_block in kv_blocks.values():
-        kv_block.at = AWAY
+        kv_block.at = CUDA
     head = [kv_blocks["ab"], kv_blocks["a"]]
-    assert store.release(10**6, AWAY, "test", to=to, exclude=head) == 40 * BYTES
-    assert [kv_block.at for kv_block in head] == [AWAY] * 2 and kept(store, "ab") == [2]
-    assert store.nbytes(AWAY) == 20 * BYTES
+    assert store.release(10**6, CUDA, "test", to=to, exclude=head) == 40 * BYTES
+    assert [kv_block.at for kv_block in head] == [CUDA] * 2 and kept(store, "ab") == [2]
+    assert store.nbytes(CUDA) == 20 * BYTES
 
 
 def test_clear_leaves_nothing():

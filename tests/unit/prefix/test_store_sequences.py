@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from qwen21.prefix import Reuse, Store
-from tests.support.fake_kv_blocks import AWAY, BYTES, CPU, MODEL, Placed, heads
+from tests.support.fake_kv_blocks import BYTES, CPU, CUDA, MODEL, FakeKVBlock, chain_keys
 
 OTHER = replace(MODEL, patches="")
 
@@ -26,9 +26,9 @@ class Plain:
             self.clock += 1
             self.used[key] = self.clock
 
-    def head(self, identity, chain):
+    def longest_match(self, identity, chain):
         found = []
-        for key in heads(chain):
+        for key in chain_keys(chain):
             if (identity, key) not in self.used:
                 break
             found.append((identity, key))
@@ -36,7 +36,7 @@ class Plain:
         return found
 
     def add(self, identity, chain, kv_blocks):
-        keys = [(identity, key) for key in heads(chain)]
+        keys = [(identity, key) for key in chain_keys(chain)]
         for key, kv_block in zip(keys, kv_blocks, strict=True):
             self.kv_blocks[key] = kv_block
         self.touch(keys)
@@ -69,24 +69,24 @@ def test_any_sequence_of_calls_gives_what_a_plain_model_gives(seed):
     for _ in range(120):
         identity = rng.choice([MODEL, MODEL, OTHER])
         chain = "".join(rng.choice("abc") for _ in range(rng.randint(1, 5)))
-        device = rng.choice([CPU, AWAY, None])
+        device = rng.choice([CPU, CUDA, None])
         action = rng.choice(["add"] * 4 + ["head", "head", "release", "move", "budget"])
         if action == "add":
-            known = plain.head(identity, chain)
-            kv_blocks = store.longest_match(identity, heads(chain))
+            known = plain.longest_match(identity, chain)
+            kv_blocks = store.longest_match(identity, chain_keys(chain))
             assert kv_blocks == [plain.kv_blocks[key] for key in known]
-            kv_blocks += [Placed(rng.randint(1, 9), rng.choice([CPU, AWAY])) for _ in chain[len(kv_blocks) :]]
-            store.add(identity, heads(chain), kv_blocks)
+            kv_blocks += [FakeKVBlock(rng.randint(1, 9), rng.choice([CPU, CUDA])) for _ in chain[len(kv_blocks) :]]
+            store.add(identity, chain_keys(chain), kv_blocks)
             plain.add(identity, chain, kv_blocks)
         elif action == "head":
-            found = plain.head(identity, chain)
-            assert store.longest_match(identity, heads(chain)) == [plain.kv_blocks[key] for key in found]
+            found = plain.longest_match(identity, chain)
+            assert store.longest_match(identity, chain_keys(chain)) == [plain.kv_blocks[key] for key in found]
         elif action == "release":
             nbytes = rng.randint(0, 200)
             assert store.release(nbytes, device, "test") == plain.drop(nbytes, device)
         elif action == "move":
-            freed = store.release(nbytes := rng.randint(0, 200), AWAY, "test", to=CPU)
-            assert freed >= nbytes or not store.nbytes(AWAY)
+            freed = store.release(nbytes := rng.randint(0, 200), CUDA, "test", to=CPU)
+            assert freed >= nbytes or not store.nbytes(CUDA)
         else:
             store.budget = plain.budget = rng.randint(0, 90) * BYTES
             continue
@@ -94,7 +94,7 @@ def test_any_sequence_of_calls_gives_what_a_plain_model_gives(seed):
             key: plain.kv_blocks[key] for key in plain.used
         }
         assert sorted(plain.used, key=plain.used.get) == list(store._kv_blocks)
-        assert [store.nbytes(d) for d in (None, CPU, AWAY)] == [plain.nbytes(d) for d in (None, CPU, AWAY)]
+        assert [store.nbytes(d) for d in (None, CPU, CUDA)] == [plain.nbytes(d) for d in (None, CPU, CUDA)]
         assert store._parents.keys() == store._kv_blocks.keys()
         assert not store._gone.keys() & store._kv_blocks.keys()
 
@@ -111,12 +111,14 @@ def test_many_threads_on_one_store():
                     rng.choice([MODEL, OTHER]),
                     "".join(rng.choice("ab") for _ in range(rng.randint(1, 4))),
                 )
-                found = store.longest_match(identity, heads(chain))
-                assert [kv_block.name for kv_block in found] == heads(chain)[: len(found)]
-                kv_blocks = found + [Placed(rng.randint(5, 15), name=key) for key in heads(chain)[len(found) :]]
-                store.add(identity, heads(chain), kv_blocks)
+                found = store.longest_match(identity, chain_keys(chain))
+                assert [kv_block.name for kv_block in found] == chain_keys(chain)[: len(found)]
+                kv_blocks = found + [
+                    FakeKVBlock(rng.randint(5, 15), name=key) for key in chain_keys(chain)[len(found) :]
+                ]
+                store.add(identity, chain_keys(chain), kv_blocks)
                 assert store.nbytes() <= store.budget
-                store.why_missing(identity, heads(chain), heads(chain))
+                store.why_missing(identity, chain_keys(chain), chain_keys(chain))
                 if rng.random() < 0.3:
                     store.release(rng.randint(0, 60 * BYTES), rng.choice([None, CPU]), "test")
                 store.count(Reuse("hit", 1, 1))

@@ -11,7 +11,7 @@ import torch
 from qwen21.ops.attention import prefixed_attention
 from qwen21.prefix import CODECS, Codec, KVBlock, LayerReader, host_memory
 from qwen21.prefix.host_memory import ALIGNMENT, HostBuffer, same_device
-from tests.support.fake_cuda import CUDA, FakeCuda, here, offloaded
+from tests.support.fake_cuda import CUDA, FakeCuda, as_plain, to_cuda
 
 CPU = torch.device("cpu")
 H, D = 2, 16
@@ -27,7 +27,7 @@ def normal(*shape, seed=0, dtype=torch.float32):
 
 
 def raw(tensor):
-    return here(tensor).contiguous().view(torch.uint8)
+    return as_plain(tensor).contiguous().view(torch.uint8)
 
 
 def kv_block_of(codec="native", tokens=9):
@@ -40,7 +40,7 @@ def kv_block_of(codec="native", tokens=9):
 
 def sent(kv_block):
     """The same KV block on the device."""
-    kv_block.layers = [tuple(tuple(offloaded(part) for part in parts) for parts in layer) for layer in kv_block.layers]
+    kv_block.layers = [tuple(tuple(to_cuda(part) for part in parts) for parts in layer) for layer in kv_block.layers]
     return kv_block
 
 
@@ -59,7 +59,7 @@ def decoded(kv_block):
 
 def equal(pairs, others):
     return all(
-        torch.equal(here(a), here(b))
+        torch.equal(as_plain(a), as_plain(b))
         for pair, other in zip(pairs, others, strict=True)
         for a, b in zip(pair, other, strict=True)
     )
@@ -136,7 +136,7 @@ def test_pages_are_locked_once_and_unlocked_with_the_last_tensor(cuda):
     buffer = HostBuffer(1000, CUDA)
     address = buffer._data.data_ptr()
     assert cuda.registered == [(address, 1000)]
-    copy = buffer.take(offloaded(normal(7)))
+    copy = buffer.take(to_cuda(normal(7)))
     del buffer
     assert cuda.unregistered == []
     assert torch.equal(copy, normal(7))
@@ -148,7 +148,7 @@ def test_pages_are_locked_once_and_unlocked_with_the_last_tensor(cuda):
 def test_refused_pages_work_and_are_not_unlocked(monkeypatch):
     cuda = FakeCuda(monkeypatch, refuse=True)
     buffer = HostBuffer(1000, CUDA)
-    copy = buffer.take(offloaded(normal(7)))
+    copy = buffer.take(to_cuda(normal(7)))
     buffer.synchronize()
     assert torch.equal(copy, normal(7))
     assert len(cuda.registered) == 1
@@ -165,10 +165,10 @@ def test_nothing_is_locked_for_other_devices(cuda):
 
 def test_copies_wait_for_what_they_copy_and_are_waited_for(cuda):
     buffer = HostBuffer(2000, CUDA)
-    buffer.take(offloaded(normal(7)))
+    buffer.take(to_cuda(normal(7)))
     copied = [("side 1", "waits for", "main"), ("side 1", "copies to", "cpu"), ("records", "side 1")]
     assert cuda.log == copied
-    buffer.take(offloaded(normal(7)))
+    buffer.take(to_cuda(normal(7)))
     buffer.synchronize()
     assert cuda.log == [*copied, *copied, ("side 1", "settled")]
 
@@ -207,10 +207,10 @@ def test_a_unit_is_stored_away_layer_by_layer(cuda, monkeypatch, codec):
     """Packed where it was computed, carried on a stream of its own, waited for at the end alone."""
     (_, expected), kv_block = kv_block_of(codec), KVBlock(9, CODECS[codec])
     plain = Codec.encode
-    on_device = lambda self, k, v: tuple(tuple(map(offloaded, parts)) for parts in plain(self, here(k), here(v)))  # noqa: E731
+    on_device = lambda self, k, v: tuple(tuple(map(to_cuda, parts)) for parts in plain(self, as_plain(k), as_plain(v)))  # noqa: E731
     monkeypatch.setattr(Codec, "encode", on_device)
     for layer in range(3):
-        k, v = (offloaded(normal(1, H, 9, D, seed=2 * layer + side)) for side in (0, 1))
+        k, v = (to_cuda(normal(1, H, 9, D, seed=2 * layer + side)) for side in (0, 1))
         kv_block.append(k, v, CPU, 3)
     assert {part.device for part in parts_of(kv_block)} == {CPU}
     assert [nbytes for _, nbytes in cuda.registered] == [room(kv_block)]

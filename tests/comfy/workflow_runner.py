@@ -1,4 +1,4 @@
-"""Workflows on the live server, and what probes in them saw."""
+"""Run workflows on the live server, and read what their probes saw."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from tests.comfy.graphs import Graph, shown
 from tests.comfy.server import LiveServer, Result
 
 
-class Ran:
-    """A workflow that ran to its end, whatever that was."""
+class WorkflowRun:
+    """A workflow that ended, in whatever way."""
 
     def __init__(self, result: Result) -> None:
         self.result = result
         self.outputs, self.executed, self.interrupted = result.outputs, result.executed, result.interrupted
 
     def shown(self, name: str = "out") -> Any:
-        """What the ProbeShow `name` saw."""
+        """What the ProbeShow `name` received."""
         return shown(self.outputs, name)
 
     @property
@@ -26,24 +26,24 @@ class Ran:
         return self.shown()["samples"]
 
 
-class Live:
-    """`run` insists on success, `error` on failure."""
+class WorkflowRunner:
+    """Runs workflows: `run` requires success, `error` failure."""
 
     def __init__(self, server: LiveServer) -> None:
         self.server, self.models = server, server.models
         self.version = tuple(int(part) for part in server.installation.version.split("."))
 
-    def run(self, graph: Graph, **extra_data: Any) -> Ran:
+    def run(self, graph: Graph, **extra_data: Any) -> WorkflowRun:
         result = self.server.post(graph, **extra_data)
         assert not result.error and not result.interrupted, f"{result.error_node}: {result.error or 'interrupted'}"
-        return Ran(result)
+        return WorkflowRun(result)
 
     def latent(self, graph: Graph) -> torch.Tensor:
-        """The latent that the workflow's `out` shows."""
+        """Run a workflow and return the latent that its `out` shows."""
         return self.run(graph).latent
 
     def error(self, graph: Graph) -> tuple[str, str]:
-        """(node, message) of the node that fails or is refused."""
+        """Run a workflow that must fail or be refused; return (node, message)."""
         result = self.server.post(graph)
         assert result.error, f"no error: {result.outputs}"
         return result.error_node, result.error
