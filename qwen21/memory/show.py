@@ -91,7 +91,7 @@ def _bars(plan: MemoryPlan) -> list[str]:
 def _words(plan: MemoryPlan) -> list[str]:
     choice = plan.choice
     lines = list(choice.reasons)
-    lines.append(f"prefill: units of up to {choice.chunk} tokens at once, larger ones in equal chunks")
+    lines.append(f"prefill: KV blocks of up to {choice.chunk} tokens at once, larger ones in equal chunks")
     if plan.laid_out:
         more = size(plan.laid_out)
         lines.append(f"steps: the prefix is laid out once for all of them, with room for the target's K/V, {more} more")
