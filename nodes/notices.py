@@ -1,6 +1,7 @@
 """Warnings before a run starts: found in its conditioning, shown in the log and in the browser."""
 
 import logging
+import sys
 
 import torch
 
@@ -16,9 +17,8 @@ def tell(warnings):
     """Show `warnings` now: in the server's log, and to the browser or client that queued the workflow."""
     for warning in warnings:
         log.warning("Qwen-Image 2.1: %s", warning)
-    from server import PromptServer
-
-    server = getattr(PromptServer, "instance", None)  # None where nodes run without a server
+    # Not imported here: where nodes run without a server there is none, and importing it would move core's own `utils`.
+    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
     if warnings and getattr(server, "client_id", None) is not None:
         facts = {"prompt_id": server.last_prompt_id, "node": server.last_node_id, "warnings": list(warnings)}
         server.send_sync(EVENT, facts, server.client_id)
