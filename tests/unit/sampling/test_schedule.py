@@ -111,7 +111,7 @@ def test_a_shift_on_the_command_line(capsys):
     assert f"the sigmas end at {end:.4g}, not at 0" in capsys.readouterr().err
     for wrong in ("static", "nan", "1e999"):
         assert main([*command, "--shift", wrong]) == 2
-        assert f"{wrong!r} is no shift, expected a number such as 0.7, or dynamic" in capsys.readouterr().err
+        assert f"got {wrong!r}, expected a number such as 0.7, or dynamic" in capsys.readouterr().err
 
 
 def test_a_shift_that_leaves_no_steps_is_refused():
