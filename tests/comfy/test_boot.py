@@ -55,7 +55,7 @@ def test_start_is_cheap(comfyui, tmp_path_factory):
 def test_server_boots_with_the_pack(server):
     log = server.log()
     assert f"seconds: {server.base / 'custom_nodes' / PACK}" in log
-    assert f"ComfyUI version: {server.installation}" in log
+    assert f"ComfyUI version: {server.installation.version}" in log
 
 
 def test_nodes_are_there_and_are_ours(server):
