@@ -2,6 +2,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TESTS ?= tests/unit
 DEMO_OUT ?= demo_out
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input
@@ -11,7 +12,7 @@ INSTALLED := $(VENV)/.installed
 
 help:
 	@echo "make demo   run the bundled miniature and write its pictures to $(DEMO_OUT)/"
-	@echo "make test   run the tests"
+	@echo "make test   run the tests, JOBS at once (2)"
 	@echo "make test-speed   time the transformer beside diffusers' (nothing may be much slower)"
 	@echo "make test-comfy   run the tests in a real ComfyUI; see COMFYUI_PYTHON and COMFYUI_PATH in tests/comfy"
 	@echo "make lint   check the style"
@@ -31,7 +32,7 @@ demo: $(INSTALLED)
 
 # Not `python -m pytest`: that puts this folder on sys.path, where nodes/ would shadow the nodes.py of ComfyUI.
 test: $(INSTALLED)
-	$(BIN)/pytest $(TESTS)
+	$(BIN)/pytest -n $(JOBS) --dist worksteal $(TESTS)
 
 # Clock times, so apart from the tests that are right or wrong.
 test-speed: $(INSTALLED)

@@ -44,7 +44,7 @@ def test_names_that_do_not_fit_the_encoding_are_escaped(model, tmp_path):
 
 PRESSED_AGAIN = """
 import atexit, os, runpy, signal, sys, time
-from qwen21 import cli
+from qwen21.cli import main as cli
 
 def press(*_):
     os.kill(os.getpid(), signal.SIGINT)
