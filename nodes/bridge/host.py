@@ -159,7 +159,7 @@ def _model_folders() -> dict[str, Path]:
 
 
 def _is_ours(index: Path) -> bool:
-    from ...qwen21.checkpoint.safetensors_file import read_json
+    from ...qwen21.checkpoint.paths import read_json
 
     try:
         return str(read_json(index).get("_class_name", "")).startswith("QwenImage21")

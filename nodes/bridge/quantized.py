@@ -14,15 +14,8 @@ from comfy.model_patcher import LowVramPatch
 from torch import Tensor, nn
 
 from ...qwen21.errors import UserError
-from ...qwen21.ops.quantized import (
-    QuantEmbedding,
-    QuantizedWeight,
-    QuantLayers,
-    QuantLinear,
-    dequantized,
-    quantized_linear,
-    quantized_rows_of,
-)
+from ...qwen21.ops.formats import PackedWeight
+from ...qwen21.ops.quantized import QuantEmbedding, QuantLayers, QuantLinear
 
 
 class _Placed(comfy.ops.CastWeightBiasOp):
@@ -31,9 +24,9 @@ class _Placed(comfy.ops.CastWeightBiasOp):
     Layers of this base class are those that ComfyUI leaves in RAM where a model does not fit.
     """
 
-    def packed_on(self, device: torch.device) -> QuantizedWeight:
+    def packed_on(self, device: torch.device) -> PackedWeight:
         packed = self.packed
-        return QuantizedWeight(_on(packed.data, device), _on(packed.scale, device), packed.group)
+        return packed.replaced({name: _on(tensor, device) for name, tensor in packed.tensors.items()})
 
 
 def _on(tensor: Tensor | None, device: torch.device) -> Tensor | None:
@@ -49,16 +42,16 @@ class ComfyQuantLinear(QuantLinear, _Placed):
         for function in self.bias_function:
             bias = function(bias.clone())
         if not self.weight_function:
-            return quantized_linear(x, packed, bias, self.rotation)
-        weight = dequantized(packed)  # patches refer to the unrotated basis
+            return packed.matmul(x, bias)
+        weight = packed.dequantized()  # patches refer to the unrotated basis
         for function in self.weight_function:
             weight = function(weight)
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def convert_weight(self, codes: Tensor, inplace: bool = False, **_: Any) -> Tensor:
         """Dequantize `codes` to floating point. ComfyUI calls this where it merges models."""
-        scale = _on(self.weight_scale, codes.device)
-        return dequantized(QuantizedWeight(codes, scale, self.packed.group), codes.dtype)
+        packed = self.packed_on(codes.device)
+        return packed.replaced({**packed.tensors, "weight": codes}).dequantized(codes.dtype)
 
 
 class ComfyQuantEmbedding(QuantEmbedding, _Placed):
@@ -66,7 +59,7 @@ class ComfyQuantEmbedding(QuantEmbedding, _Placed):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Map ids [...] to [..., width], fp32."""
-        return quantized_rows_of(ids, self.packed_on(ids.device), self.rotation)
+        return self.packed_on(ids.device).rows_at(ids)
 
 
 LAYERS = QuantLayers(ComfyQuantLinear, ComfyQuantEmbedding)
@@ -78,7 +71,8 @@ def is_quantized(module: nn.Module) -> bool:
 
 def largest_weight(module: nn.Module) -> int:
     """Number of values in the largest weight of a quantized linear layer, which each call unpacks; 0 without any."""
-    return max((layer.weight.numel() for layer in module.modules() if isinstance(layer, ComfyQuantLinear)), default=0)
+    layers = (layer for layer in module.modules() if isinstance(layer, ComfyQuantLinear))
+    return max((layer.in_features * layer.out_features for layer in layers), default=0)
 
 
 def patcher_class(module: nn.Module, disable_dynamic: bool = False) -> type[comfy.model_patcher.ModelPatcher]:

@@ -6,8 +6,8 @@ import hashlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .container import Checkpoint
 from .detect import Identity
-from .safetensors_file import Checkpoint
 
 
 @dataclass(frozen=True)

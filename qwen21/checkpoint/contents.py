@@ -16,14 +16,16 @@ SAMPLES, SAMPLE_BYTES = 32, 4096  # read from the data of larger files
 
 
 def digest_of(file: Path) -> bytes:
-    """Digest of a safetensors file: of all bytes if it is small, else of its size, header and samples of its data."""
+    """Digest of a checkpoint's file: of all bytes if it is small, else of its size, header and samples of its data."""
     with file.open("rb") as stream:
         size = os.fstat(stream.fileno()).st_size
         digest = hashlib.sha256(struct.pack("<Q", size))
         if size <= WHOLE_BYTES:
             digest.update(stream.read())
             return digest.digest()
-        (length,) = struct.unpack("<Q", stream.read(8))
+        start = stream.read(8)
+        # A GGUF file does not tell its header's length; the vocabulary of an encoder is most of it, and fits in here.
+        length = WHOLE_BYTES - 8 if start.startswith(b"GGUF") else struct.unpack("<Q", start)[0]
         digest.update(stream.read(min(length, size)))
         data = stream.tell()
         for i in range(SAMPLES):

@@ -18,11 +18,12 @@ from torch import Tensor
 from ..atomic_write import check_writable, write_together
 from ..errors import UserError
 from ..system_memory import GIB
+from .container import DTYPE_BYTES, TensorInfo
 from .fp8_policy import Fp8
 from .load import HEADER_CONFIG, Component, check, check_keep, find_dit, find_encoder, module_of
 from .names import Source
+from .paths import read_json
 from .quant_formats import MARKER
-from .safetensors_file import DTYPE_BYTES, TensorInfo, read_json
 from .weights import Weights
 
 FP8_MARKER = json.dumps({"format": "float8_e4m3fn"}).encode()

@@ -10,9 +10,11 @@ from typing import Any
 from ..config.networks import DiTConfig, EncoderConfig, VAEConfig
 from ..config.validate import printable
 from ..errors import UserError
+from ..ops.formats import WeightFormat
+from .container import Checkpoint, CutShort
 from .names import DIT_MARKS, Source, dit_prefix, dit_sources, encoder_sources, is_comfy_vae, vae_sources
-from .quant_formats import Storage, Tensors, WeightStorage, storage_of
-from .safetensors_file import Checkpoint, CutShort, open_checkpoint
+from .open_file import open_checkpoint
+from .quant_formats import Storage, Tensors, storage_of
 
 SLOTS = {
     "dit": "a Qwen-Image 2.1 transformer (qwen_image_2.1_bf16.safetensors or a diffusers transformer/ folder)",
@@ -63,7 +65,7 @@ class Identity:
     quantization: str = ""
     config: Any = None
     sources: Mapping[str, Source] | None = None
-    packings: Mapping[str, WeightStorage] = field(default_factory=dict)
+    packings: Mapping[str, WeightFormat] = field(default_factory=dict)
     turbo_hint: bool = False
     damage: str = ""
 

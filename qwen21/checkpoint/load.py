@@ -22,13 +22,14 @@ from ..models.vae import VAE
 from ..ops import linear as layers
 from ..ops.quantized import QuantLayers
 from .component import Component
+from .container import Checkpoint
 from .detect import SLOTS, Identity, expect, open_named
 from .fp8_policy import Fp8, is_block_layer, unmatched
 from .model_index import schedule_of, trained_sizes
 from .names import Source
+from .paths import errors_naming, is_file, is_folder, parse_json, probe, read_json
 from .places import Places
 from .quant_formats import DTYPES, FLOATS
-from .safetensors_file import Checkpoint, errors_naming, is_file, is_folder, parse_json, probe, read_json
 from .weights import Weights, check_storage
 
 HEADER_CONFIG = "qwen21_config"  # key of a component's config.json in the header of a single file

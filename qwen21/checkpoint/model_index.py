@@ -7,7 +7,7 @@ from pathlib import Path
 from ..config.networks import ScheduleConfig
 from ..config.validate import sample_sigmas
 from .component import Component
-from .safetensors_file import errors_naming, is_folder, probe, read_json
+from .paths import errors_naming, is_folder, probe, read_json
 
 
 def folder_schedule(folder: Path) -> tuple[ScheduleConfig, bool]:

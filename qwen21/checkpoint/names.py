@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .safetensors_file import TensorInfo
+from .container import TensorInfo
 
 # Prefixes of keys in whole files: as ComfyUI saves models, then as trainers and other packs do.
 WRAPPERS = ("model.model.", "model.", "net.")

@@ -9,7 +9,7 @@ from ..choices import COMPONENT_FOLDERS
 from ..errors import UserError
 from ..inputs.tokenizer import find_tokenizer, tokenizer_beside
 from .detect import SLOTS
-from .safetensors_file import probe
+from .paths import probe
 
 
 @dataclass(frozen=True)

@@ -10,11 +10,16 @@ from torch import Tensor, nn
 
 from ..config.validate import short
 from ..errors import UserError
-from ..ops.quantized import E4M3, QuantizedWeight, QuantLayers, dequantized, fp8_scales, hadamard, to_e4m3_range_
+from ..ops.formats import Fp8Weight, PackedWeight
+from ..ops.formats.fp8 import E4M3, fp8_scales, to_e4m3_range_
+from ..ops.formats.hadamard import hadamard
+from ..ops.formats.scaled import require_finite
+from ..ops.quantized import QuantLayers
+from .container import Reader
 from .fp8_policy import Fp8
 from .names import Source
-from .quant_formats import FLOATS, WeightStorage
-from .safetensors_file import Reader
+from .paths import errors_naming
+from .quant_formats import FLOATS, stays_packed
 
 if TYPE_CHECKING:
     from .component import Component
@@ -35,17 +40,16 @@ class Weights:
         layers: QuantLayers = QuantLayers(),
     ) -> None:
         self.path, self.sources, self.packings = part.checkpoint.path, part.identity.sources, part.identity.packings
-        self.reader, self.dtype, self.device, self.fp8, self.layers = reader, dtype, device, fp8, layers
+        self.reader, self.dtype, self.device, self.fp8, self.layers = reader, dtype, torch.device(device), fp8, layers
         self._rotations: dict[int, Tensor] = {}
         self._space: Tensor | None = None
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """Read a parameter in `self.dtype`; a quantized one is dequantized."""
-        packing = self.packings.get(self.sources[name].key)
-        value = self._read(self.sources[name]).reshape(shape)
-        if packing is not None:
-            packed = QuantizedWeight(value.to(self.device), self._scale(self.sources[name], packing), packing.group)
-            return dequantized(packed, self.dtype)
+        source = self.sources[name]
+        if source.key in self.packings:
+            return self._load(source).dequantized(self.dtype).reshape(shape)
+        value = self._read(source).reshape(shape)
         # copy=True: a tensor that maps the file would crash the process if the file changed later
         return value.to(device=self.device, dtype=self.dtype, copy=True)
 
@@ -54,25 +58,27 @@ class Weights:
         packed = self._packed(f"{name}.weight", plain)
         if packed is None:
             return None
-        rotation = self._rotation(packed.group) if packed.group else None
         if isinstance(plain, nn.Embedding):
-            return self.layers.embedding(packed, rotation)
+            return self.layers.embedding(packed)
         bias = None if plain.bias is None else self.tensor(f"{name}.bias", tuple(plain.bias.shape))
-        return self.layers.linear(packed, bias, rotation)
+        return self.layers.linear(packed, bias)
 
-    def _packed(self, name: str, plain: nn.Module) -> QuantizedWeight | None:
+    def _packed(self, name: str, plain: nn.Module) -> PackedWeight | None:
         if not isinstance(plain, (nn.Linear, nn.Embedding)):
             return None
         source = self.sources[name]
         packing = self.packings.get(source.key)
         if packing is not None:
-            data = self._read(source).to(device=self.device, copy=True)
-            return QuantizedWeight(data, self._scale(source, packing), packing.group)
+            return self._load(source) if stays_packed(packing, name) else None
         if self.fp8 and isinstance(plain, nn.Linear) and self.fp8.takes(name.removesuffix(".weight")):
             return self.quantized(source)
         return None
 
-    def quantized(self, *sources: Source, common: Tensor | None = None) -> QuantizedWeight:
+    def _load(self, source: Source) -> PackedWeight:
+        with errors_naming(self.path):
+            return self.packings[source.key].load(self, source.rows)
+
+    def quantized(self, *sources: Source, common: Tensor | None = None) -> Fp8Weight:
         """Quantize the concatenated rows of `sources` to fp8, with a scale per row, or with the scale `common`.
 
         Rows pass through a small buffer, a few at a time, so there is no second copy of a weight in memory.
@@ -86,7 +92,7 @@ class Weights:
             scale[part] = fp8_scales(rows) if common is None else common
             data[part] = to_e4m3_range_(rows, scale[part])
         self._require_finite(scale, sources[0].key)
-        return QuantizedWeight(data, scale if common is None else common)
+        return Fp8Weight(data, scale if common is None else common)
 
     def common_scale(self, *sources: Source) -> Tensor:
         """One fp8 scale [1, 1] for the concatenated rows of `sources`."""
@@ -111,25 +117,19 @@ class Weights:
     def _read(self, source: Source) -> Tensor:
         return self.reader.read(source.key, source.rows)
 
-    def _scale(self, source: Source, packing: WeightStorage) -> Tensor | None:
-        """Scale of a quantized weight in fp32, [rows, 1] or [1, 1]; None without one."""
-        if packing.scale is None:
-            return None
-        scale = self.reader.read(packing.scale).to(self.device, torch.float32, copy=True).reshape(-1, 1)
-        self._require_finite(scale, packing.scale)
-        if packing.per_row and source.rows:
-            scale = scale[source.rows[0] : source.rows[1]].clone()
-        return scale
+    def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """A tensor of the file as it is stored; see `WeightReader`."""
+        return self.reader.read(key, rows)
 
-    def _rotation(self, group: int) -> Tensor:
+    def rotation(self, group: int) -> Tensor:
         """Hadamard matrix of a group size, shared by all layers."""
         if group not in self._rotations:
             self._rotations[group] = hadamard(group).to(self.device, torch.bfloat16)
         return self._rotations[group]
 
     def _require_finite(self, scale: Tensor, key: str) -> None:
-        if not bool(torch.isfinite(scale).all()):
-            raise UserError(f"{self.path}: {short(key)} holds NaN or infinity; download the file again")
+        with errors_naming(self.path):
+            require_finite(scale, key)
 
 
 def check_storage(plain: nn.Module, part: Component) -> None:
@@ -140,7 +140,7 @@ def check_storage(plain: nn.Module, part: Component) -> None:
             key = part.identity.sources[f"{path}.{leaf}"].key
             if key in packings and "Norm" in type(layer).__name__:
                 raise UserError(
-                    f"{part.checkpoint.path}: the norm {short(key)} is {packings[key].kind}, but norms are never "
+                    f"{part.checkpoint.path}: the norm {short(key)} is {packings[key].title}, but norms are never "
                     "quantized; the file is broken, take another one"
                 )
             if key not in packings and tensors[key].dtype not in FLOATS:

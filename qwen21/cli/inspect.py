@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from ..checkpoint.container import Checkpoint
 from ..checkpoint.detect import SLOTS, Identity, identify, open_named
 from ..checkpoint.load import Component, class_name, component_of, has_encoder, unused_tensors
 from ..checkpoint.model_index import folder_schedule
-from ..checkpoint.safetensors_file import Checkpoint, is_file, is_folder, read_json
+from ..checkpoint.paths import is_file, is_folder, read_json
 from ..choices import COMPONENTS
 from ..config.networks import DiTConfig
 from ..config.validate import printable

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from ..checkpoint.container import TensorInfo
 from ..checkpoint.load import module_of
-from ..checkpoint.safetensors_file import TensorInfo
 from ..config.networks import DiTConfig
 from ..config.validate import printable
 from ..errors import UserError

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checkpoint.container import Checkpoint, Reader
 from ..checkpoint.detect import identify, is_pdd, open_named, turbo_told
-from ..checkpoint.safetensors_file import Checkpoint, Reader, errors_naming, is_file, read_json
+from ..checkpoint.paths import errors_naming, is_file, read_json
 from ..config.networks import DiTConfig
 from ..config.validate import flag, printable, short, table
 from ..errors import UserError

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from ..checkpoint.container import bytes_of
 from ..checkpoint.fp8_policy import Fp8
 from ..checkpoint.load import Component
-from ..checkpoint.quant_formats import FLOATS
-from ..checkpoint.safetensors_file import DTYPE_BYTES
+from ..checkpoint.quant_formats import FLOATS, stays_packed
 from ..config.networks import DiTConfig, EncoderConfig
 from ..models import dit
 from ..prefix import NATIVE, Codec, kv_block_bytes
@@ -40,14 +40,14 @@ def weight_bytes(part: Component, dtype: torch.dtype | None = None, fp8: Fp8 | N
             continue
         stored = part.checkpoint.tensors[source.key].dtype
         packing = part.identity.packings.get(source.key)
-        if packing is not None:
-            total += math.prod(source.shape) * DTYPE_BYTES[stored]
-            total += FP32 * (source.shape[0] if packing.per_row else packing.scale is not None)
+        if packing is not None and stays_packed(packing, name):
+            total += packing.nbytes(source.shape[0] if source.shape else 1)
         elif fp8 is not None and len(source.shape) == 2 and fp8.takes(layer):
             total += math.prod(source.shape) + FP32 * source.shape[0]
         else:
-            cast = dtype is not None and stored in FLOATS  # other dtypes are not cast
-            total += math.prod(source.shape) * (dtype.itemsize if cast else DTYPE_BYTES[stored])
+            cast = dtype is not None and (packing is not None or stored in FLOATS)  # other dtypes are not cast
+            count = math.prod(source.shape)
+            total += count * dtype.itemsize if cast else bytes_of(stored, count)
     return total
 
 

@@ -12,8 +12,8 @@ from ..config.networks import DiTConfig
 from ..ops.pointwise import EAGER, Kernels
 
 if TYPE_CHECKING:
+    from ..ops.formats.fp8 import Fp8Rows
     from ..ops.fused_linear import FusedLinear
-    from ..ops.quantized import Fp8Rows
 
 
 @dataclass(frozen=True)

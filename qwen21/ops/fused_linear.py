@@ -12,19 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from .formats import Fp8Weight
+from .formats.fp8 import E4M3, Fp8Rows, column_scales, fp8_product, has_fp8_matmul, quantize_rows
 from .linear import linear
-from .quantized import (
-    E4M3,
-    Fp8Rows,
-    QuantizedWeight,
-    QuantLinear,
-    column_scales,
-    fp8_product,
-    has_fp8_matmul,
-    quantize_rows,
-    quantized_linear,
-    scaled,
-)
+from .quantized import QuantLinear
 
 
 class FusedLinear:
@@ -42,11 +33,11 @@ class FusedLinear:
 class QuantizedLinear(FusedLinear):
     """The product of x [..., in] and a transposed quantized weight [out, in]."""
 
-    def __init__(self, packed: QuantizedWeight) -> None:
+    def __init__(self, packed: Fp8Weight) -> None:
         self.packed = packed
 
     def __call__(self, x: Tensor) -> Tensor:
-        return quantized_linear(x, self.packed)
+        return self.packed.matmul(x)
 
 
 class Fp8Linear(FusedLinear):
@@ -54,13 +45,13 @@ class Fp8Linear(FusedLinear):
 
     fp8 = True
 
-    def __init__(self, packed: QuantizedWeight) -> None:
+    def __init__(self, packed: Fp8Weight) -> None:
         self.packed = packed
         self.scales = column_scales(packed.data, packed.scale)
 
     def __call__(self, x: Fp8Rows) -> Tensor:
         product = fp8_product(x, self.packed.data, self.scales)
-        return linear(x.values(), scaled(self.packed, x.dtype)) if product is None else product
+        return linear(x.values(), self.packed.scaled(x.dtype)) if product is None else product
 
 
 @torch.no_grad()
@@ -76,7 +67,7 @@ def fused(layers: Sequence[nn.Module], dtype: torch.dtype, fp8: bool | None = No
             if layer.weight_scale is None:
                 layer.weight_scale = torch.ones(1, 1, device=layer.weight.device)
             layer.weight_scale = layer.weight_scale.expand(len(layer.weight), 1)
-        packed = QuantizedWeight(_concatenated(layers, "weight"), _concatenated(layers, "weight_scale"))
+        packed = Fp8Weight(_concatenated(layers, "weight"), _concatenated(layers, "weight_scale"))
         return (
             Fp8Linear(packed) if (_multiplies(packed.data, dtype) if fp8 is None else fp8) else QuantizedLinear(packed)
         )

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..config.networks import DiTConfig
 from ..errors import UserError, first_line
-from .quantized import Fp8Rows, quantize_activations, quantize_rows
+from .formats.fp8 import Fp8Rows, quantize_activations, quantize_rows
 from .rope import apply_rope
 
 FP16_MAX = 65504

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from qwen21.checkpoint.safetensors_file import open_checkpoint
+from qwen21.checkpoint.open_file import open_checkpoint
 from qwen21.errors import UserError
 
 

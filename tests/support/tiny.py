@@ -21,7 +21,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from qwen21.checkpoint.fp8_policy import is_block_layer
-from qwen21.ops.quantized import QuantizedWeight, QuantLinear, quantize_rows
+from qwen21.ops.formats import Fp8Weight
+from qwen21.ops.formats.fp8 import quantize_rows
+from qwen21.ops.quantized import QuantLinear
 
 from .tiny_tokenizer import Processor, write_tokenizer
 
@@ -249,4 +251,4 @@ def in_fp8(dit):
     """Convert every linear layer of a transformer's blocks to fp8, with a scale per row."""
     for name, layer in list(dit.named_modules()):
         if isinstance(layer, torch.nn.Linear) and is_block_layer(name):
-            dit.set_submodule(name, QuantLinear(QuantizedWeight(*quantize_rows(layer.weight))))
+            dit.set_submodule(name, QuantLinear(Fp8Weight(*quantize_rows(layer.weight))))

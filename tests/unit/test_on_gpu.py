@@ -6,7 +6,7 @@ import torch
 from qwen21.config.networks import DiTConfig
 from qwen21.memory import estimate
 from qwen21.models.dit import DiT, fuse
-from qwen21.ops import quantized
+from qwen21.ops.formats import fp8
 from tests.support import tiny
 from tests.support.device_runs import EDIT, distance, make_folder, run_on
 from tests.support.needs_compiler import needs_compiler
@@ -104,7 +104,7 @@ def on_gpu(module):
 @pytest.mark.parametrize(("batch", "references"), [(1, 0), (1, 2), (2, 2)])
 def test_activations_are_as_planned(monkeypatch, kind, batch, references):
     """FP8 takes no more than bf16, but for a copy of a few rows."""
-    monkeypatch.setattr(quantized, "COPY_BYTES", 2**16)
+    monkeypatch.setattr(fp8, "COPY_BYTES", 2**16)
     fused = "fused" in kind
     with ram_gpu() as gpu:
         dit = on_gpu(DiT(CONFIG, dtype=torch.bfloat16, device="meta"))

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 
 from qwen21.checkpoint import detect
 from qwen21.checkpoint.load import check, find_dit, find_encoder, find_folder, find_vae, has_encoder, load
-from qwen21.checkpoint.safetensors_file import open_checkpoint, read_header
+from qwen21.checkpoint.open_file import open_checkpoint
+from qwen21.checkpoint.safetensors_file import read_header
 from qwen21.cli.inspect import inspect_report
 from qwen21.errors import UserError
 from tests.support import tiny
@@ -197,7 +198,7 @@ def test_damage_is_told_in_one_clean_sentence(copy):
 
 
 def test_check_refuses_before_anything_is_read(copy, monkeypatch):
-    monkeypatch.setattr("qwen21.checkpoint.safetensors_file.Reader.read", lambda *_: pytest.fail("read a tensor"))
+    monkeypatch.setattr("qwen21.checkpoint.container.Reader.read", lambda *_: pytest.fail("read a tensor"))
     for slot, opener in OPENERS.items():
         check(opener(copy[slot]))
     tiny.rewrite(copy["dit"], {"model.diffusion_model.transformer_blocks.1.attn.to_k.weight": None})

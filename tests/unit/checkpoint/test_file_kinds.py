@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qwen21.checkpoint.load import check, find_dit, find_encoder, find_vae, load
-from qwen21.checkpoint.safetensors_file import FOREIGN_FILES, open_checkpoint
+from qwen21.checkpoint.open_file import open_checkpoint
+from qwen21.checkpoint.safetensors_file import FOREIGN_FILES
 from qwen21.cli.inspect import inspect_report
 from qwen21.config.networks import DiTConfig, VAEConfig
 from qwen21.lora.read import find_lora, read_lora

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from qwen21.checkpoint.container import DTYPE_BYTES
 from qwen21.checkpoint.fp8_policy import Fp8
 from qwen21.checkpoint.load import check, find_dit, find_encoder, find_vae, load
-from qwen21.checkpoint.safetensors_file import DTYPE_BYTES
 from qwen21.cli.inspect import inspect_report
 from qwen21.errors import UserError
 from tests.support import tiny

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from qwen21.checkpoint import contents
 from qwen21.checkpoint.load import Places, find_dit, find_encoder, find_model, find_vae, load
-from qwen21.checkpoint.safetensors_file import open_checkpoint
+from qwen21.checkpoint.open_file import open_checkpoint
 from qwen21.errors import UserError
 from qwen21.pipeline import Pipeline
 from qwen21.request import Request
@@ -137,7 +137,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(singles, tmp_path, monk
         os.utime(path)
         return read(reader, name, rows)
 
-    monkeypatch.setattr("qwen21.checkpoint.safetensors_file.Reader.read", written_meanwhile)
+    monkeypatch.setattr("qwen21.checkpoint.container.Reader.read", written_meanwhile)
     with pytest.raises(UserError, match="changed while it was read; load it again once it is written"):
         load(part, torch.float32)
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from qwen21.checkpoint import names as keymap
 from qwen21.checkpoint.load import find_dit, find_encoder, find_files, find_folder, find_vae, load
-from qwen21.checkpoint.safetensors_file import open_checkpoint, read_header
+from qwen21.checkpoint.open_file import open_checkpoint
+from qwen21.checkpoint.safetensors_file import read_header
 from qwen21.cli.inspect import inspect_report
 from qwen21.config.networks import DiTConfig, EncoderConfig, TextConfig, VAEConfig
 from qwen21.errors import UserError

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from qwen21.checkpoint import detect
 from qwen21.checkpoint.load import check, find_dit, find_encoder, find_files, find_vae, load
-from qwen21.checkpoint.safetensors_file import open_checkpoint
+from qwen21.checkpoint.open_file import open_checkpoint
 from qwen21.cli.inspect import inspect_report
 from qwen21.inputs.prompt import layout_tokens
 from qwen21.inputs.tokenizer import load_tokenizer

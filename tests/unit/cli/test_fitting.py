@@ -5,7 +5,7 @@ import json
 import pytest
 from PIL import Image
 
-from qwen21.checkpoint.safetensors_file import Reader
+from qwen21.checkpoint.container import Reader
 from qwen21.cli import pictures
 from qwen21.cli.main import main
 from qwen21.cli.plan import EXIT_MISFIT

@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from qwen21.checkpoint.safetensors_file import TensorInfo
+from qwen21.checkpoint.container import TensorInfo
 from qwen21.cli.main import main
 from qwen21.config.networks import DiTConfig
 from qwen21.errors import UserError

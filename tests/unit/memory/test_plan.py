@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
+from qwen21.checkpoint.container import Reader
 from qwen21.checkpoint.load import find_folder, module_of
-from qwen21.checkpoint.safetensors_file import Reader
 from qwen21.cli import pictures
 from qwen21.cli import plan as planning
 from qwen21.cli.main import build_parser, main

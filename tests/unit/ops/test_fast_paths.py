@@ -14,8 +14,10 @@ from qwen21.models.dit import DiT, fuse
 from qwen21.ops import attention_backends, fused_linear
 from qwen21.ops.attention import prefixed_attention, sdpa
 from qwen21.ops.attention_backends import Shape, choose_attention
+from qwen21.ops.formats import Fp8Weight
+from qwen21.ops.formats.fp8 import quantize_rows
 from qwen21.ops.pointwise import CompiledKernels
-from qwen21.ops.quantized import QuantizedWeight, QuantLinear, quantize_rows
+from qwen21.ops.quantized import QuantLinear
 from qwen21.pipeline import Pipeline
 from qwen21.prefix import CODECS, ContiguousKV, PrefixService, Store
 from qwen21.prefix.placement import Placement
@@ -136,7 +138,7 @@ def test_layers_with_loras_or_of_unequal_kinds_are_left_alone():
     dit = new_dit()
     first, second = dit.transformer_blocks
     first.attn.to_k.register_forward_hook(LoraHook([]))
-    second.img_mlp.proj = QuantLinear(QuantizedWeight(*quantize_rows(second.img_mlp.proj.weight)))
+    second.img_mlp.proj = QuantLinear(Fp8Weight(*quantize_rows(second.img_mlp.proj.weight)))
     assert fuse(dit) == 2
     assert first.attn.fused is None and second.img_mlp.fused is None
 

@@ -11,7 +11,7 @@ from qwen21.checkpoint import fp8_policy
 from qwen21.checkpoint.fp8_policy import Fp8
 from qwen21.checkpoint.load import find_dit, find_encoder, find_files, load
 from qwen21.cli.main import main
-from qwen21.ops import quantized
+from qwen21.ops.formats import Fp8Weight, fp8
 from qwen21.ops.quantized import QuantLinear
 from qwen21.pipeline import Pipeline, Request
 from tests.support import tiny
@@ -52,7 +52,7 @@ def fp8_layers(module):
 
 def test_rows_are_scaled_to_the_largest_value():
     weight = torch.randn(64, 256, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 4, 64)[:, None]
-    data, scale = quantized.quantize_rows(weight)
+    data, scale = fp8.quantize_rows(weight)
     assert (data.dtype, data.shape, scale.shape) == (E4M3, (64, 256), (64, 1))
     assert torch.allclose(scale, weight.abs().amax(1, keepdim=True) / 448, rtol=1e-6)
     assert data.float().abs().amax(1).eq(448).all()
@@ -65,9 +65,9 @@ def test_rows_are_scaled_to_the_largest_value():
 def test_activations_are_quantized_some_rows_at_a_time(monkeypatch):
     """Strided ones too, and to the last bit."""
     x = torch.randn(37, 96, generator=torch.Generator().manual_seed(1)).bfloat16()[:, 32:]
-    codes, scales = quantized.quantize_rows(x)
-    monkeypatch.setattr(quantized, "COPY_BYTES", 5 * 64 * 4)
-    again = quantized.quantize_activations(x)
+    codes, scales = fp8.quantize_rows(x)
+    monkeypatch.setattr(fp8, "COPY_BYTES", 5 * 64 * 4)
+    again = fp8.quantize_activations(x)
     assert torch.equal(again[0].float(), codes.float()) and torch.equal(again[1], scales)
     assert again[0].is_contiguous()
 
@@ -75,7 +75,7 @@ def test_activations_are_quantized_some_rows_at_a_time(monkeypatch):
 def test_rows_of_zeros_and_the_smallest_numbers():
     weight = torch.zeros(4, 32)
     weight[1, 3], weight[2] = 1e-44, 3e-39
-    data, scale = quantized.quantize_rows(weight)
+    data, scale = fp8.quantize_rows(weight)
     back = data.float() * scale
     assert torch.isfinite(back).all() and torch.isfinite(scale).all() and (scale > 0).all()
     assert torch.equal(back[0], weight[0])
@@ -95,7 +95,7 @@ def test_the_fp8_product_is_that_of_the_quantized_tensors():
     x = torch.randn(2, 3, 64, generator=generator).bfloat16()
     for scale in (None, torch.rand(48, 1, generator=generator), torch.tensor([[0.3]])):
         weight = torch.randn(48, 64, generator=generator).to(E4M3)
-        got = quantized.fp8_matmul(x, weight, scale)
+        got = fp8.fp8_matmul(x, weight, scale)
         token_scale = x.float().abs().amax(-1, keepdim=True) / 448
         rounded = (x.float() / token_scale).to(E4M3).double() * token_scale
         expected = rounded @ (weight.double() * (1 if scale is None else scale)).t()
@@ -112,7 +112,7 @@ def test_where_the_gpu_multiplies_fp8(monkeypatch):
 
     def asked(weight=weight, device="cuda", dtype=torch.bfloat16, count=6, grad=False):
         x = SimpleNamespace(device=torch.device(device), dtype=dtype, numel=lambda: count, requires_grad=grad)
-        return quantized.has_fp8_matmul(x, weight)
+        return fp8.has_fp8_matmul(x, weight)
 
     assert asked()
     assert not asked(device="cpu")
@@ -128,11 +128,11 @@ def test_where_the_gpu_multiplies_fp8(monkeypatch):
 
 
 def test_a_layer_uses_the_fp8_product_where_there_is_one(monkeypatch):
-    data, scale = quantized.quantize_rows(torch.randn(32, 64, generator=torch.Generator().manual_seed(2)))
-    layer = QuantLinear(quantized.QuantizedWeight(data, scale), torch.ones(32, dtype=torch.bfloat16))
+    data, scale = fp8.quantize_rows(torch.randn(32, 64, generator=torch.Generator().manual_seed(2)))
+    layer = QuantLinear(Fp8Weight(data, scale), torch.ones(32, dtype=torch.bfloat16))
     x = torch.randn(5, 64, generator=torch.Generator().manual_seed(3)).bfloat16()
     plain = layer(x)
-    monkeypatch.setattr(quantized, "has_fp8_matmul", lambda x, weight: True)
+    monkeypatch.setattr(fp8, "has_fp8_matmul", lambda x, weight: True)
     fast = layer(x)
     assert not torch.equal(fast, plain)
     assert relative(fast, plain) < 0.05
@@ -191,7 +191,7 @@ def test_block_linears_of_the_transformer_alone(singles):
     gate_up = tensors["diffusion_model.transformer_blocks.1.img_mlp.gate_up.weight"]
     for name, weight in (("gate_layer", gate_up[:768]), ("proj", gate_up[768:])):
         layer = dit.get_submodule(f"transformer_blocks.1.img_mlp.{name}")
-        data, scale = quantized.quantize_rows(weight)
+        data, scale = fp8.quantize_rows(weight)
         assert torch.equal(layer.weight.float(), data.float()) and torch.equal(layer.weight_scale, scale)
     kept = load(find_dit(singles["dit"]), torch.float32, fp8=Fp8(("img_mlp", "blocks.1.attn")))
     assert fp8_layers(kept) == {f"transformer_blocks.0.{name}" for name in linears[:4]}

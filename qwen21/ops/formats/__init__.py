@@ -1,0 +1,28 @@
+"""Formats of quantized weights, one file each. A new one is a file here and a line in `FORMATS`."""
+
+from __future__ import annotations
+
+from .base import Marker, PackedWeight, StoredTensors, WeightFormat, WeightReader
+from .fp8 import Fp8Format, Fp8Weight
+from .int8 import Int8Format, Int8Weight
+
+__all__ = [
+    "FORMATS", "Fp8Weight", "Int8Weight", "Marker", "PackedWeight", "WeightFormat", "WeightReader", "format_named",
+    "recognise",
+]  # fmt: skip
+
+FORMATS: tuple[type[WeightFormat], ...] = (Int8Format, Fp8Format)
+
+
+def recognise(key: str, tensors: StoredTensors, marker: Marker) -> WeightFormat | None:
+    """The format of the weight `key`, by its marker or else by its tensors; None where it is not quantized.
+
+    Raises `UserError` where marker and tensors contradict each other.
+    """
+    chosen = format_named(marker.get("format")) or next((f for f in FORMATS if f.matches(key, tensors)), None)
+    return chosen and chosen.of(key, tensors, marker)
+
+
+def format_named(name: object) -> type[WeightFormat] | None:
+    """The format that a marker calls `name`; None if it is none of these."""
+    return next((each for each in FORMATS if isinstance(name, str) and name in each.MARKERS), None)
