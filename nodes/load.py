@@ -12,6 +12,7 @@ DTYPE_HELP = (
 )
 
 FILE_HELP = "A .safetensors file, or a whole model in the diffusers layout (names that end in a slash)."
+GGUF_HELP = "A .safetensors or .gguf file, or a whole model in the diffusers layout (names that end in a slash)."
 
 ENCODER_DEVICES = ["default", "cpu"]
 VAE_DTYPES = ["default", "bf16", "fp16", "fp32"]
@@ -39,7 +40,7 @@ class Qwen21LoadDiT(io.ComfyNode):
                 io.Combo.Input(
                     "file",
                     options=host.choices("dit"),
-                    tooltip=f"{FILE_HELP} From models/diffusion_models or models/diffusers.",
+                    tooltip=f"{GGUF_HELP} From models/diffusion_models, models/unet or models/diffusers.",
                 ),
                 io.Combo.Input(
                     "dtype",
@@ -82,7 +83,7 @@ class Qwen21LoadEncoder(io.ComfyNode):
                 io.Combo.Input(
                     "file",
                     options=host.choices("encoder"),
-                    tooltip=f"{FILE_HELP} From models/text_encoders or models/diffusers.",
+                    tooltip=f"{GGUF_HELP} From models/text_encoders or models/diffusers.",
                 ),
                 io.Combo.Input(
                     "dtype",
@@ -97,6 +98,13 @@ class Qwen21LoadEncoder(io.ComfyNode):
                     tooltip="cpu reads prompts slowly and leaves the GPU to the transformer.",
                 ),
                 keep_input("mlp, layers.0"),
+                io.Combo.Input(
+                    "mmproj",
+                    options=host.mmproj_choices(),
+                    default=host.AUTO,
+                    optional=True,
+                    tooltip="The vision tower of an encoder in GGUF, which references need; auto is the one beside it.",
+                ),
             ],
             outputs=[Encoder.Output("encoder", display_name="encoder", tooltip=f"The encoder, for '{ENCODE_PROMPT}'.")],
         )
@@ -106,11 +114,13 @@ class Qwen21LoadEncoder(io.ComfyNode):
         return True if host.listed("encoder", file) else f"{file!r} is not in models/text_encoders or models/diffusers"
 
     @classmethod
-    def execute(cls, file, dtype, device, keep=""):
+    def execute(cls, file, dtype, device, keep="", mmproj=host.AUTO):
         from .bridge.encoder import load_encoder
 
         check_choices(dtype=(dtype, host.DTYPE_NAMES), device=(device, ENCODER_DEVICES))
-        return io.NodeOutput(load_encoder(str(host.find("encoder", file)), dtype, device, keep))
+        tower = host.find_mmproj(mmproj)
+        path = str(host.find("encoder", file))
+        return io.NodeOutput(load_encoder(path, dtype, device, keep, None if tower is None else str(tower)))
 
 
 class Qwen21LoadVAE(io.ComfyNode):

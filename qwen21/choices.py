@@ -8,6 +8,7 @@ COMPONENTS = {"transformer": "dit", "text_encoder": "encoder", "vae": "vae"}  # 
 COMPONENT_FOLDERS = {slot: name for name, slot in COMPONENTS.items()}
 KV_STORAGES = ("auto", "native", "fp8", "fp8_v", "int8")  # codecs of K and V; see `prefix/codecs.py`
 KV_DEVICES = ("auto", "gpu", "cpu")  # where a prefix is kept
+GGUF_TYPES = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0")  # that `convert` writes
 PREFILLS = ("segments", "flex")  # how a prefix is computed; see `models/flex_prefill.py`
 # Attention kernels; see `ops/attention_backends.py`.
 ATTENTIONS = ("auto", "sdpa", "cudnn", "flash", "efficient", "sage", "compiled")

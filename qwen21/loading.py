@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -32,6 +33,7 @@ def load(
     encoder: File | None = None,
     vae: File | None = None,
     tokenizer: File | None = None,
+    mmproj: File | None = None,
     dtype: str = "auto",
     device: str = "auto",
     keep: Sequence[str] = (),
@@ -48,11 +50,12 @@ def load(
     """A pipeline for a model's files. Reads their headers; the first `Pipeline.generate` reads the weights.
 
     `model` is a whole-model folder in the diffusers layout, or `qwen21-mini`, the bundled miniature. `dit`, `encoder`,
-    `vae` and `tokenizer` are files or folders that replace its parts, or make up the model without `model`. The other
-    parameters are named as the command line's flags: `dtype` is auto, fp32, bf16, fp16 or fp8 (`keep` names the layers
-    that fp8 leaves alone), `device` is auto, cpu or cuda, `loras` are files with or without a strength, and
-    `kv_budget` is the GiB that stored prefixes may take between runs. `keep_loaded` keeps all three networks in memory
-    between runs; None keeps them where they fit into half of the free memory.
+    `vae` and `tokenizer` are files or folders that replace its parts, or make up the model without `model`. `mmproj` is
+    the vision tower of an encoder in GGUF, where it does not lie beside the encoder. The other parameters are named as
+    the command line's flags: `dtype` is auto, fp32, bf16, fp16 or fp8 (`keep` names the layers that fp8 leaves alone),
+    `device` is auto, cpu or cuda, `loras` are files with or without a strength, and `kv_budget` is the GiB that stored
+    prefixes may take between runs. `keep_loaded` keeps all three networks in memory between runs; None keeps them where
+    they fit into half of the free memory.
 
     One pipeline serves one thread at a time, because runs share its networks and their state. `Pipeline.generate`
     takes a `Watch` with callbacks for stages, steps and warnings, and a `check_cancel` that is called between blocks
@@ -64,7 +67,7 @@ def load(
             f"got kv_storage {kv_storage!r}, kv_device {kv_device!r} and attention {attention!r}, expected one of "
             f"{', '.join(KV_STORAGES)}; of {', '.join(KV_DEVICES)}; of {', '.join(ATTENTIONS)}"
         )
-    files = find_model(_places(model, {"dit": dit, "encoder": encoder, "vae": vae}, tokenizer))
+    files = find_model(_places(model, {"dit": dit, "encoder": encoder, "vae": vae}, tokenizer, mmproj))
     computes_on = pick_device(device)
     fp8 = Fp8(tuple(keep)) if dtype == "fp8" else None
     if fp8:
@@ -92,13 +95,14 @@ def load(
     )
 
 
-def _places(model: File | None, parts: dict[str, File | None], tokenizer: File | None) -> Places:
+def _places(model: File | None, parts: dict[str, File | None], tokenizer: File | None, mmproj: File | None) -> Places:
     given = {slot: located(Path(path), slot) for slot, path in parts.items() if path is not None}
     missing = [slot for slot in COMPONENT_FOLDERS if slot not in given]
     if model is None and missing:
         raise UserError(f"no model: give model, or dit, encoder and vae ({', '.join(missing)} not given)")
     folder = None if model is None else located(Path(model))
-    return Places(folder, tokenizer=None if tokenizer is None else located(Path(tokenizer)), **given)
+    places = Places(folder, tokenizer=None if tokenizer is None else located(Path(tokenizer)), **given)
+    return places if mmproj is None else replace(places, mmproj=Path(mmproj))
 
 
 def _fitting(choices: Sequence[torch.dtype], files: ModelFiles, fp8: Fp8 | None) -> torch.dtype:

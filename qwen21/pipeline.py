@@ -101,7 +101,7 @@ class Pipeline:
         watch = watch or Watch()
         resolved = resolve_request(request, self.files)
         watch.on_stage("checking the files")
-        self.files.check(encodes=request.encodes)
+        self.files.check(encodes=request.encodes, reads=bool(request.references))
         for warning in self.warnings(resolved):
             watch.on_warning(warning)
         prompts, negative = self._encode_prompts(resolved, watch)

@@ -14,7 +14,7 @@ from functools import cached_property
 
 RUNTIME = {"torch", "safetensors", "transformers", "einops", "PIL", "numpy", "psutil"}
 HOST = {"comfy", "comfy_api", "comfy_extras", "comfy_execution", "folder_paths", "nodes", "execution", "server"}
-OPTIONAL = {"comfy_kitchen", "sageattention", "websocket"}  # used where it is installed
+OPTIONAL = {"comfy_kitchen", "gguf", "sageattention", "websocket"}  # used where it is installed
 PEERS = {"diffusers", "torchvision", "accelerate"}
 UNSAFE = {"pickle", "dill", "joblib", "shelve", "marshal", "subprocess", "pip", "ensurepip"}
 

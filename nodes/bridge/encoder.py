@@ -14,7 +14,7 @@ import comfy.ops
 import folder_paths
 import torch
 
-from ...qwen21.checkpoint.load import fill, find_encoder, module_of
+from ...qwen21.checkpoint.load import fill, find_encoder, halves, module_of
 from ...qwen21.checkpoint.model_index import trained_sizes
 from ...qwen21.encode_cache import ReferenceContexts
 from ...qwen21.errors import UserError
@@ -60,6 +60,10 @@ class Qwen21Encoder:
     def encode(self, prompt: str, references: Sequence[Reference] = (), keep_image_pads: bool = False) -> Any:
         """Compute the `TextStates` of a prompt after its references, on the encoder's device."""
         module, device = self.patcher.model, self.patcher.load_device
+        if references and not hasattr(module, "visual"):
+            from ...qwen21.models.text_encoder import NO_VISION
+
+            raise UserError(f"{self.name}: {NO_VISION}")
         tokens = sum(r.width * r.height // 4 for r in references) + len(prompt)
         needed = tokens * module.config.text.mlp_width * 6 * module.compute_dtype.itemsize
         comfy.model_management.load_models_gpu([self.patcher], memory_required=needed)
@@ -88,30 +92,38 @@ class Qwen21Encoder:
 
 
 def load_encoder(
-    path: str, dtype: str = "default", device: str = "default", keep: str = "", disable_dynamic: bool = False
+    path: str,
+    dtype: str = "default",
+    device: str = "default",
+    keep: str = "",
+    mmproj: str | None = None,
+    disable_dynamic: bool = False,
 ) -> Any:
     """Load the encoder of a file or component folder, with the tokenizer found beside it or in ComfyUI.
 
-    `precision` explains `dtype` and `keep`.
+    `precision` explains `dtype` and `keep`. `mmproj` is the file of the vision tower of an encoder in GGUF, where it
+    does not lie beside the encoder.
     """
     from ...qwen21.inputs.tokenizer import load_tokenizer
 
-    part = find_encoder(Path(path))
+    part = find_encoder(Path(path), None if mmproj is None else Path(mmproj))
     load_device = torch.device("cpu") if device == "cpu" else comfy.model_management.text_encoder_device()
     weights, fp8 = precision(part, dtype, keep)
-    module = module_of("encoder", part.config, comfy.ops.manual_cast, weights)
+    module = module_of("encoder", part.config, comfy.ops.manual_cast, weights, **halves(part))
     module.compute_dtype = encoder_dtype(weights, load_device)
     offload_device = comfy.model_management.text_encoder_offload_device()
     fill(module, part, weights, offload_device, fp8, LAYERS)
     patcher = patcher_class(module, disable_dynamic)(module, load_device=load_device, offload_device=offload_device)
-    patcher.cached_patcher_init = (_encoder_patcher, (path, dtype, device, keep))
+    patcher.cached_patcher_init = (_encoder_patcher, (path, dtype, device, keep, mmproj))
     tokenizer = load_tokenizer(_tokenizer_folder(Path(path), part.config.text.vocabulary))
     path, stored = part.checkpoint.path, f"{weights} {fp8}"
     return Qwen21Encoder(patcher, tokenizer, path.name, stored_as(part, fp8), stored, trained_sizes(part))
 
 
-def _encoder_patcher(path: str, dtype: str, device: str, keep: str, disable_dynamic: bool = False) -> Any:
-    return load_encoder(path, dtype, device, keep, disable_dynamic).patcher
+def _encoder_patcher(
+    path: str, dtype: str, device: str, keep: str, mmproj: str | None, disable_dynamic: bool = False
+) -> Any:
+    return load_encoder(path, dtype, device, keep, mmproj, disable_dynamic).patcher
 
 
 def _tokenizer_folder(path: Path, vocabulary: int) -> Path:

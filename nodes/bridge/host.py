@@ -24,6 +24,8 @@ COMPUTES = [torch.bfloat16, torch.float32]  # dtypes that the networks compute i
 FP8 = "fp8"
 DTYPE_NAMES = ["default", *DTYPES, FP8]
 NOTHING = "(no file found)"
+AUTO = "auto"
+GGUF_SLOTS = ("dit", "encoder")
 BUNDLED = f"{mini.NAME} (bundled)"
 
 
@@ -114,9 +116,37 @@ def choices(slot: str) -> list[str]:
     and the miniature.
     """
     files = [name for name in folder_paths.get_filename_list(FOLDERS[slot]) if name.endswith(".safetensors")]
+    if slot in GGUF_SLOTS:
+        files += [name for name in _gguf_files(slot) if not _is_mmproj(name)]
     if slot not in COMPONENT_FOLDERS:
         return files or [NOTHING]
     return [*files, *[f"{name}/" for name in _model_folders()], BUNDLED]
+
+
+def mmproj_choices() -> list[str]:
+    """Choices of the file with the vision tower of an encoder in GGUF. `AUTO` is the one beside the encoder."""
+    return [AUTO, *filter(_is_mmproj, _gguf_files("encoder"))]
+
+
+def find_mmproj(choice: str) -> Path | None:
+    """The file of a choice of `mmproj_choices`; None for `AUTO`. Raises `UserError` unless it is listed now."""
+    if choice == AUTO:
+        return None
+    name = next((name for name in mmproj_choices() if _slashes(name) == _slashes(choice)), None)
+    if name is None:
+        raise UserError(f"{choice!r} is not among the mmproj files of models/{FOLDERS['encoder']}; choose one listed")
+    return Path(folder_paths.get_full_path_or_raise(FOLDERS["encoder"], name))
+
+
+def _gguf_files(slot: str) -> list[str]:
+    """GGUF files in the slot's folder. ComfyUI's own list of its files leaves them out."""
+    roots = folder_paths.get_folder_paths(FOLDERS[slot])
+    found = {name for root in roots for name in folder_paths.recursive_search(root, excluded_dir_names=[".git"])[0]}
+    return folder_paths.filter_files_extensions(found, {".gguf"})
+
+
+def _is_mmproj(name: str) -> bool:
+    return "mmproj" in Path(_slashes(name)).name.lower()
 
 
 def listed(slot: str, choice: str) -> str | None:

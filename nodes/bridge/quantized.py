@@ -49,9 +49,10 @@ class ComfyQuantLinear(QuantLinear, _Placed):
         return F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
     def convert_weight(self, codes: Tensor, inplace: bool = False, **_: Any) -> Tensor:
-        """Dequantize `codes` to floating point. ComfyUI calls this where it merges models."""
-        packed = self.packed_on(codes.device)
-        return packed.replaced({**packed.tensors, "weight": codes}).dequantized(codes.dtype)
+        """Dequantize `codes` to floating point. ComfyUI calls this where it merges models, with codes cast to fp32."""
+        packed, dtype = self.packed_on(codes.device), codes.dtype
+        codes = codes.to(self.weight.dtype)  # exact: fp32 holds all codes of one byte
+        return packed.replaced({**packed.tensors, "weight": codes}).dequantized(dtype)
 
 
 class ComfyQuantEmbedding(QuantEmbedding, _Placed):

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import UserError
+from ..ops.formats.gguf_blocks import BLOCKS
 from .contents import digest_of, place_of
 
 if TYPE_CHECKING:
@@ -31,7 +32,10 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """One tensor of a file: the file, and the tensor's safetensors dtype name, shape and bytes."""
+    """One tensor of a file: the file, and the tensor's dtype, shape and bytes.
+
+    The dtype has its name in safetensors, or that of the blocks of a GGUF file, such as Q4_K.
+    """
 
     file: Path
     dtype: str
@@ -44,7 +48,7 @@ class TensorInfo:
 
 def bytes_of(dtype: str, count: int) -> int:
     """Bytes of `count` values as a file stores them."""
-    return count * DTYPE_BYTES[dtype]
+    return BLOCKS[dtype].bytes_of(count) if dtype in BLOCKS else count * DTYPE_BYTES[dtype]
 
 
 class CutShort(UserError):

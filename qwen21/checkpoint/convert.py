@@ -50,17 +50,11 @@ def convert(slot: str, path: Path, fp8: Fp8, out: Path, scales: str = "tensor") 
     about sizes at a scale per row. "row" gives exactly the weights that a run with `--dtype fp8` makes.
     """
     part = find_dit(path) if slot == "dit" else find_encoder(path)
-    if part.identity.packings:
-        raise UserError(
-            f"{path}: its weights are {part.identity.quantization} already, and quantizing twice loses twice; convert "
-            "the bf16 file"
-        )
+    check_source(part, out, ".safetensors")
     check_keep(fp8, (part,))
-    check(part)
-    _check_out(out, part)
     layers = plan(part, fp8)
-    header = _header(layers, part, scales)
-    write_together({out: lambda stream: _write(stream, header, _metadata(part), _tensors(layers, part, scales))})
+    header, metadata = _header(layers, part, scales), {"format": "pt"} | config_metadata(part)
+    write_together({out: lambda stream: _write(stream, header, metadata, _tensors(layers, part, scales))})
     count = sum(layer.fp8 for layer in layers)
     return (
         f"{out}: {count} layers in fp8, {len(layers) - count} tensors as they were, {out.stat().st_size / GIB:.2f} GiB"
@@ -113,13 +107,14 @@ def _header(layers: list[Layer], part: Component, scales: str) -> dict[str, Tens
     return dict(sorted(tensors.items(), key=lambda item: -DTYPE_BYTES[item[1].dtype]))
 
 
-def _metadata(part: Component) -> dict[str, str]:
-    """Metadata of the new file: the source's config is included where the tensors' shapes do not determine it."""
+def config_metadata(part: Component) -> dict[str, str]:
+    """Metadata of a new file: the source's config where the tensors' shapes do not determine it, else nothing."""
     if part.config == part.identity.config:
-        return {"format": "pt"}
+        return {}
     config = part.checkpoint.path / "config.json"
-    told = json.dumps(read_json(config)) if config.is_file() else part.checkpoint.metadata[HEADER_CONFIG]
-    return {"format": "pt", HEADER_CONFIG: told}
+    return {
+        HEADER_CONFIG: json.dumps(read_json(config)) if config.is_file() else part.checkpoint.metadata[HEADER_CONFIG]
+    }
 
 
 def _write(
@@ -158,9 +153,16 @@ def _tensors(layers: list[Layer], part: Component, scales: str) -> Iterator[tupl
             yield stem + MARKER, torch.tensor(list(FP8_MARKER), dtype=torch.uint8)
 
 
-def _check_out(out: Path, part: Component) -> None:
-    if out.suffix.lower() != ".safetensors":
-        raise UserError(f"{str(out)!r}: the output's name must end in .safetensors")
+def check_source(part: Component, out: Path, suffix: str) -> None:
+    """Refuse a source that is damaged or already quantized, and an `out` that cannot be written or has a wrong name."""
+    if part.identity.packings:
+        raise UserError(
+            f"{part.checkpoint.path}: its weights are {part.identity.quantization} already, and quantizing twice loses "
+            "twice; convert the bf16 file"
+        )
+    check(part)
+    if out.suffix.lower() != suffix:
+        raise UserError(f"{str(out)!r}: the output's name must end in {suffix}")
     check_writable(out)
     for source in part.checkpoint.files:
         if out.exists() and out.samefile(source):

@@ -12,13 +12,23 @@ from ..config.validate import printable
 from ..errors import UserError
 from ..ops.formats import WeightFormat
 from .container import Checkpoint, CutShort
+from .gguf_names import (
+    ARCHITECTURE,
+    DIT_ARCHITECTURES,
+    ENCODER_ARCHITECTURE,
+    VISION_ARCHITECTURE,
+    is_gguf_encoder,
+)
+from .mmproj import with_vision
 from .names import DIT_MARKS, Source, dit_prefix, dit_sources, encoder_sources, is_comfy_vae, vae_sources
 from .open_file import open_checkpoint
 from .quant_formats import Storage, Tensors, storage_of
 
 SLOTS = {
-    "dit": "a Qwen-Image 2.1 transformer (qwen_image_2.1_bf16.safetensors or a diffusers transformer/ folder)",
-    "encoder": "Qwen3-VL-8B (qwen3vl_8b_bf16.safetensors or a diffusers text_encoder/ folder)",
+    "dit": (
+        "a Qwen-Image 2.1 transformer (qwen_image_2.1_bf16.safetensors, a GGUF file or a diffusers transformer/ folder)"
+    ),
+    "encoder": "Qwen3-VL-8B (qwen3vl_8b_bf16.safetensors, a GGUF file or a diffusers text_encoder/ folder)",
     "vae": "the Qwen-Image 2.1 VAE (qwen_image_2.1_vae_bf16.safetensors or a diffusers vae/ folder)",
 }
 TITLES = {
@@ -70,10 +80,13 @@ class Identity:
     damage: str = ""
 
 
-def open_named(path: Path | str) -> Checkpoint:
-    """Call `open_checkpoint`, but where the data is cut short, name the model (known by its header) in the error."""
+def open_named(path: Path | str, mmproj: Path | None = None) -> Checkpoint:
+    """Call `open_checkpoint`, but where the data is cut short, name the model (known by its header) in the error.
+
+    An encoder in GGUF is opened with its vision tower: the file `mmproj`, else the one beside it.
+    """
     try:
-        return open_checkpoint(path)
+        return with_vision(open_checkpoint(path), mmproj)
     except CutShort as error:
         identity = identify(error.checkpoint)
         if identity.kind == UNKNOWN:
@@ -85,7 +98,7 @@ def identify(checkpoint: Checkpoint) -> Identity:
     """Identify the model in a checkpoint. Never raises: a model of another kind gets the kind `other` and its name."""
     storage = storage_of(checkpoint)
     tensors = storage.tensors
-    found = (recognise(checkpoint, storage) for recognise in (_adapter, _control, _strange, _dit, _encoder, _vae))
+    found = (recognise(checkpoint, storage) for recognise in RECOGNISERS)
     first = ", ".join(printable(name) for name in list(tensors)[:3])
     unknown = Identity(UNKNOWN, f"an unknown model ({len(tensors)} tensors: {first}, ...)")
     identity = next((identity for identity in found if identity), unknown)
@@ -114,6 +127,16 @@ def expect(checkpoint: Checkpoint, slot: str) -> Identity:
 
 def _has(tensors: Tensors, *parts: str) -> bool:
     return any(part in key for key in tensors for part in parts)
+
+
+def _gguf(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
+    """Identity of a GGUF file whose architecture is of another model, or of a vision tower without its encoder."""
+    told = checkpoint.metadata.get(ARCHITECTURE, DIT_ARCHITECTURES[0])
+    if told in (*DIT_ARCHITECTURES, ENCODER_ARCHITECTURE):
+        return None
+    if told == VISION_ARCHITECTURE:
+        return Identity("other", "the vision tower (mmproj) of an encoder in GGUF, which is loaded with the encoder")
+    return Identity("other", f"a GGUF file of the architecture {printable(told)}")
 
 
 def _adapter(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
@@ -165,21 +188,23 @@ def _dit(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
         return None
     fused = _has(tensors, ".img_mlp.gate_up.")
     layout = ("Comfy" if fused else "diffusers") + (f", keys under {prefix[:-1]!r}" if prefix else "")
+    layout += ", GGUF" if ARCHITECTURE in checkpoint.metadata else ""
     # In a folder, sample_sigmas decides, and the name is anybody's choice; a single file has only its name.
     turbo = checkpoint.files == (checkpoint.path,) and "turbo" in checkpoint.path.name.lower()
     return _known("dit", TITLES["dit"], layout, storage, dit_sources, DiTConfig.from_shapes, turbo_hint=turbo)
 
 
 def _encoder(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
-    tensors = storage.tensors
-    if not _has(tensors, "layers.0.self_attn.q_proj.weight"):
+    tensors, sources = storage.tensors, encoder_sources(storage.tensors)
+    if not any("layers.0.self_attn.q_proj.weight" in name for name in sources):
         return None
-    if not _has(tensors, "self_attn.q_norm."):
+    if not any("self_attn.q_norm." in name for name in sources):
         return Identity("other", "Qwen2.5-VL or another language model without q_norm, not Qwen3-VL")
-    if not _has(tensors, "visual."):
+    gguf = is_gguf_encoder(tensors)  # whose vision tower is a file of its own
+    if not gguf and not _has(tensors, "visual."):
         return Identity("other", "a language model without a vision tower, not Qwen3-VL")
-    layout = "Hugging Face" if _has(tensors, "language_model.layers.") else "Comfy"
-    embeddings = encoder_sources(tensors).get("language_model.embed_tokens.weight")
+    layout = "GGUF" if gguf else "Hugging Face" if _has(tensors, "language_model.layers.") else "Comfy"
+    embeddings = sources.get("language_model.embed_tokens.weight")
     if embeddings and embeddings.shape[1:] == (2560,):
         return Identity("other", "Qwen3-VL-4B (width 2560); Qwen-Image 2.1 was trained with the 8B (width 4096)")
     return _known("encoder", TITLES["encoder"], layout, storage, encoder_sources, EncoderConfig.from_shapes)
@@ -199,6 +224,9 @@ def _vae(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
             "other", f"{names[channels[0]]} with {channels[0]} latent channels, not the 64 of Qwen-Image 2.1"
         )
     return _known("vae", TITLES["vae"], layout, storage, vae_sources, VAEConfig.from_shapes)
+
+
+RECOGNISERS = (_gguf, _adapter, _control, _strange, _dit, _encoder, _vae)
 
 
 def _known(

@@ -74,8 +74,11 @@ class ModelFiles:
         """Every file that weights are read from."""
         return tuple(file for part in self.parts for file in part.checkpoint.files)
 
-    def check(self, encodes: bool) -> None:
-        """Refuse damaged or incomplete parts before any weight is read. `encodes`: the VAE will encode pictures."""
+    def check(self, encodes: bool, reads: bool = False) -> None:
+        """Refuse damaged or incomplete parts before any weight is read.
+
+        `encodes`: the VAE will encode pictures. `reads`: the text encoder will read references.
+        """
         for part in self.parts:
             check(part)
         if encodes and not has_encoder(self.vae):
@@ -83,13 +86,18 @@ class ModelFiles:
                 f"{self.vae.checkpoint.path}: this VAE has no encoder, which references and --init-image need; take "
                 "the whole VAE"
             )
+        if reads and not has_vision(self.encoder):
+            raise UserError(
+                f"{self.encoder.checkpoint.path}: this encoder has no vision tower, which reads references; put the "
+                "file mmproj-F16.gguf of Qwen3-VL-8B beside it, or give it with --mmproj"
+            )
 
 
 def find_model(places: Places) -> ModelFiles:
     """Find the parts of a model at `places`. The transformer's folder or file name says whether it is Turbo."""
     if places.folder is not None:
         _require_pipeline(places.folder)
-    parts = find_dit(places.of("dit")), find_encoder(places.of("encoder")), find_vae(places.of("vae"))
+    parts = find_dit(places.of("dit")), find_encoder(places.of("encoder"), places.mmproj), find_vae(places.of("vae"))
     schedule, turbo = schedule_of(parts[0])
     return ModelFiles(*parts, places.find_tokenizer(), schedule, turbo)
 
@@ -127,21 +135,22 @@ def find_dit(path: Path | str) -> Component:
     return _find(Path(path), "dit")
 
 
-def find_encoder(path: Path | str) -> Component:
-    return _find(Path(path), "encoder")
+def find_encoder(path: Path | str, mmproj: Path | None = None) -> Component:
+    """Find a text encoder. `mmproj` is the file of its vision tower where it is in GGUF, by default the one beside."""
+    return _find(Path(path), "encoder", mmproj)
 
 
 def find_vae(path: Path | str) -> Component:
     return _find(Path(path), "vae")
 
 
-def _find(path: Path, slot: str) -> Component:
+def _find(path: Path, slot: str, mmproj: Path | None = None) -> Component:
     if is_file(path / "model_index.json"):
         raise UserError(
             f"{path}: this is a whole model (it has a model_index.json), expected {SLOTS[slot]}; give it with --model, "
             f"or name its folder {COMPONENT_FOLDERS[slot]}/"
         )
-    checkpoint = open_named(path)
+    checkpoint = open_named(path, mmproj)
     identity = expect(checkpoint, slot)
     return component_of(checkpoint, identity)
 
@@ -167,13 +176,16 @@ def component_of(checkpoint: Checkpoint, identity: Identity) -> Component:
 
 
 def _checked_config(values: Mapping[str, Any], by_shapes: Component) -> Any:
+    kind = by_shapes.identity.kind
     readers = {
         "dit": DiTConfig.from_diffusers,
         "encoder": EncoderConfig.from_transformers,
         "vae": VAEConfig.from_diffusers,
     }
-    config = readers[by_shapes.identity.kind](values)
-    untold = set() if has_encoder(by_shapes) else {"base_width", "in_channels"}
+    config = readers[kind](values)
+    untold = {"base_width", "in_channels"} if kind == "vae" and not has_encoder(by_shapes) else set()
+    if kind == "encoder" and not has_vision(by_shapes):
+        untold.add("vision")
     if not any(name.endswith("time_conv.weight") for name in by_shapes.identity.sources):
         untold.add("slots")
     for key, got, told in differences(config, by_shapes.config, untold):
@@ -185,7 +197,12 @@ def _checked_config(values: Mapping[str, Any], by_shapes: Component) -> Any:
 
 
 def own_dtype(part: Component) -> torch.dtype:
-    """Dtype of most of a file's unquantized weights; fp32 for fp64, bf16 where all weights are quantized."""
+    """Dtype of most of a file's unquantized weights; fp32 for fp64, bf16 where all weights are quantized.
+
+    It is bf16 for blocks of GGUF as well, whose files keep what is small in fp32.
+    """
+    if any(packing.BLOCKS_ONLY for packing in part.identity.packings.values()):
+        return torch.bfloat16
     counts: Counter[str] = Counter()
     for source in part.identity.sources.values():
         info = part.checkpoint.tensors[source.key]
@@ -221,14 +238,25 @@ def load(
     Weights that are quantized in the file stay so; `fp8` quantizes further block linears on the way. Other keywords go
     to the network.
     """
-    if part.identity.kind == "vae":
-        kw["encoder"] = has_encoder(part)
+    kw |= halves(part)
     return fill(module_of(part.identity.kind, part.config, operations, dtype, **kw), part, dtype, device, fp8)
 
 
 def has_encoder(part: Component) -> bool:
     """Whether a VAE file has the encoder: replacement VAEs sometimes hold the decoder alone."""
     return any(name.startswith("encoder.") for name in part.identity.sources)
+
+
+def has_vision(part: Component) -> bool:
+    """Whether a text encoder has its vision tower, which in GGUF is a file of its own."""
+    return any(name.startswith("visual.") for name in part.identity.sources)
+
+
+def halves(part: Component) -> dict[str, bool]:
+    """Keywords of a network's class that leave out the half which its files lack."""
+    if part.identity.kind == "vae":
+        return {"encoder": has_encoder(part)}
+    return {"vision": has_vision(part)} if part.identity.kind == "encoder" else {}
 
 
 def check(part: Component) -> None:
@@ -238,8 +266,7 @@ def check(part: Component) -> None:
 
 def unused_tensors(part: Component) -> list[str]:
     """Names of tensors that the network does not use. Raises `UserError` where one that it needs is missing."""
-    halves = {"encoder": has_encoder(part)} if part.identity.kind == "vae" else {}
-    module = module_of(part.identity.kind, part.config, **halves)
+    module = module_of(part.identity.kind, part.config, **halves(part))
     unused = check_sources(module, part.checkpoint.path, part.identity.sources)
     check_storage(module, part)
     return unused
@@ -260,8 +287,8 @@ def fill(
     parameter is missing or has another shape. Tensors that the module does not use are not read.
     """
     module.made_of = part.stamp()
-    halves = {"encoder": hasattr(module, "encoder")} if isinstance(module, VAE) else {}
-    plain = module_of(part.identity.kind, part.config, **halves)
+    built = {"encoder": hasattr(module, "encoder")} if isinstance(module, VAE) else halves(part)
+    plain = module_of(part.identity.kind, part.config, **built)
     check_sources(plain, part.checkpoint.path, part.identity.sources)
     check_storage(plain, part)
     with part.checkpoint.reader() as reader, torch.no_grad():

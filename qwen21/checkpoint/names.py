@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .container import TensorInfo
+from .gguf_names import PATCHES, encoder_names, is_gguf_encoder
 
 # Prefixes of keys in whole files: as ComfyUI saves models, then as trainers and other packs do.
 WRAPPERS = ("model.model.", "model.", "net.")
@@ -21,11 +22,15 @@ VAE_MARKS = ("decoder.conv_in.weight", "decoder.conv1.weight")
 
 @dataclass(frozen=True)
 class Source:
-    """Where one parameter comes from: a tensor of the file, or some of its rows, and the parameter's final shape."""
+    """Where one parameter comes from: a tensor of the file, or some of its rows, and the parameter's final shape.
+
+    `frames` are the tensors of a vision kernel's frames, where the file has one for each: they are stacked on axis 2.
+    """
 
     key: str
     shape: tuple[int, ...]
     rows: tuple[int, int] | None = None
+    frames: tuple[str, ...] = ()
 
 
 def dit_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
@@ -55,17 +60,25 @@ def _prefix(tensors: Mapping[str, TensorInfo], prefixes: tuple[str, ...], marks:
 
 
 def encoder_sources(tensors: Mapping[str, TensorInfo]) -> dict[str, Source]:
-    """Sources of `TextEncoder`'s parameters, by Hugging Face or Comfy names. Skips the final norm and `lm_head`."""
-    sources = {}
-    prefix = _prefix(tensors, ENCODER_PREFIXES, ENCODER_MARKS)
-    for key, info in tensors.items():
-        # The language model's keys begin with `model.`; in ComfyUI's files those of the vision tower do not.
-        name = key.removeprefix(prefix).removeprefix("model.")
-        if name.startswith(("layers.", "embed_tokens.", "norm.")):
-            name = f"language_model.{name}"
-        if not name.startswith(("lm_head.", "language_model.norm.")):
-            sources[name] = Source(key, info.shape)
+    """Sources of `TextEncoder`'s parameters, by the names of Hugging Face, ComfyUI or GGUF. Skips the final norm and
+    `lm_head`."""
+    names = encoder_names(tensors) if is_gguf_encoder(tensors) else _encoder_names(tensors)
+    kept = {key: name for key, name in names.items() if not name.startswith(("lm_head.", "language_model.norm."))}
+    sources = {name: Source(key, tensors[key].shape) for key, name in kept.items()}
+    if PATCHES in tensors and (second := f"{PATCHES}.1") in tensors:
+        width, colors, *patch = tensors[PATCHES].shape
+        sources[names[PATCHES]] = Source(PATCHES, (width, colors, 2, *patch), frames=(PATCHES, second))
+        sources.pop(second)
     return sources
+
+
+def _encoder_names(tensors: Mapping[str, TensorInfo]) -> dict[str, str]:
+    """Names in `TextEncoder` of a safetensors file's tensors, by their keys."""
+    prefix = _prefix(tensors, ENCODER_PREFIXES, ENCODER_MARKS)
+    # The language model's keys begin with `model.`; in ComfyUI's files those of the vision tower do not.
+    names = {key: key.removeprefix(prefix).removeprefix("model.") for key in tensors}
+    starts = ("layers.", "embed_tokens.", "norm.")
+    return {key: f"language_model.{name}" if name.startswith(starts) else name for key, name in names.items()}
 
 
 # Names in the Comfy single-file VAE (those of Wan 2.2) and in diffusers', as regular expressions over whole keys.

@@ -9,33 +9,51 @@ from pathlib import Path
 
 from ..config.validate import printable, short
 from ..errors import UserError
-from . import safetensors_file
+from . import gguf_file, gguf_header, safetensors_file
 from .container import Checkpoint, TensorInfo
 from .contents import digest_of
-from .paths import errors_naming, is_file, probe, read_json
+from .paths import errors_naming, is_file, probe, read_json, require_regular
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Read the headers of a `.safetensors` file, or of a folder with one such file or with shards and their index."""
+    """Read the headers of a `.safetensors` or `.gguf` file, or of a folder with one `.safetensors` file or with shards
+    and their index."""
     path = Path(path)
     found = probe(path)
     if found is None:
         raise UserError(f"{path}: no such file or folder; check the path")
     files = _folder_files(path) if stat.S_ISDIR(found.st_mode) else (path,)
+    return open_files(path, files)
+
+
+def open_files(path: Path, files: tuple[Path, ...]) -> Checkpoint:
+    """Read the headers of `files`, which make one checkpoint that is called `path` and are all of one container."""
+    container = gguf_file if _is_gguf(files[0]) else safetensors_file
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, str] = {}
     digest = hashlib.sha256()
     for file in files:
-        found_here, told = safetensors_file.headers(file)
+        found_here, told = container.headers(file)
         digest.update(digest_of(file))
-        metadata.update(told)
+        metadata = told | metadata
         for name, info in found_here.items():
             if name in tensors:
                 raise UserError(
                     f"{file}: tensor {short(name)} is also in {tensors[name].file.name}; the shards are mixed up"
                 )
             tensors[name] = info
-    return Checkpoint(path, files, tensors, safetensors_file.open_file, metadata, digest.hexdigest()[:16])
+    return Checkpoint(path, files, tensors, container.open_file, metadata, digest.hexdigest()[:16])
+
+
+def _is_gguf(file: Path) -> bool:
+    """Whether a file is GGUF by its first bytes, and no safetensors file whose header's length has the same bytes."""
+    require_regular(file)
+    try:
+        with file.open("rb") as stream:
+            start = stream.read(9)
+    except OSError:
+        return False  # the error is told where the header is read
+    return start.startswith(gguf_header.MAGIC) and start[8:9] != safetensors_file.BRACE
 
 
 def _folder_files(folder: Path) -> tuple[Path, ...]:

@@ -16,7 +16,8 @@ from .paths import probe
 class Places:
     """Paths of a model: a whole-model `folder`, or single files and component folders, or both.
 
-    A single path replaces the folder's part. `tokenizer` is a folder of its own, where the tokenizer lies elsewhere.
+    A single path replaces the folder's part. `tokenizer` is a folder of its own, where the tokenizer lies elsewhere;
+    `mmproj` the file of the vision tower of an encoder in GGUF, where it does not lie beside the encoder.
     """
 
     folder: Path | None = None
@@ -24,6 +25,7 @@ class Places:
     encoder: Path | None = None
     vae: Path | None = None
     tokenizer: Path | None = None
+    mmproj: Path | None = None
 
     def of(self, slot: str) -> Path:
         """Path of the part `slot`."""

@@ -24,7 +24,9 @@ MARKER = ".comfy_quant"
 COMPANIONS = tuple(dict.fromkeys(end for each in FORMATS for end in each.COMPANIONS))
 IGNORED = (".input_scale", ".scale_input", ".comfy_kitchen_int8")
 HEADER_MARKERS = "_quantization_metadata"
+GGUF_MARKER = "comfy.gguf.quant."  # and a weight's key
 MARKER_BYTES = 4096
+EMBEDDING = "embed_tokens.weight"  # the end of its name; only the rows that are looked up are dequantized
 FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # dtypes that networks are loaded in
 
@@ -52,7 +54,7 @@ FOREIGN_PARTS = {"bitsandbytes__": "bitsandbytes"}
 
 def stays_packed(packing: WeightFormat, name: str) -> bool:
     """Whether the weight of the linear layer or embedding with the parameter `name` is dequantized at each use."""
-    return not packing.BLOCKS_ONLY or is_block_layer(name) or name.endswith("embed_tokens.weight")
+    return not packing.BLOCKS_ONLY or is_block_layer(name) or name.endswith(EMBEDDING)
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -168,6 +170,9 @@ def _markers(checkpoint: Checkpoint) -> dict[str, Mapping[str, Any]]:
                 if info.dtype != "U8" or info.nbytes > MARKER_BYTES:
                     raise UserError(f"the marker {short(key)} is {info.dtype} {list(info.shape)}, expected short JSON")
                 markers[layer] = _json(key, bytes(reader.read(key).flatten().tolist()))
+    for key, text in checkpoint.metadata.items():
+        if key.startswith(GGUF_MARKER):
+            markers.setdefault(key.removeprefix(GGUF_MARKER).removesuffix(".weight"), _json(key, text))
     header = checkpoint.metadata.get(HEADER_MARKERS)
     if header is not None:
         layers = _json(HEADER_MARKERS, header).get("layers")

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 BRACE = b"{"  # first byte of every safetensors header, after the eight bytes of its length
 # First bytes of other kinds of files. A header's length may have the same bytes: 640 looks like a pickle.
 FOREIGN_FILES = {
-    b"GGUF": "a GGUF file; expected safetensors, so take the .safetensors release of this model",
     b"PK\x03\x04": "a PyTorch pickle archive, which can run code; expected safetensors",
     **{b"\x80" + bytes([n]): "a Python pickle, which can run code; expected safetensors" for n in range(2, 6)},
     b"version https://git-lfs": "a Git LFS pointer, not the file itself; download the real file (git lfs pull)",

@@ -115,6 +115,8 @@ class Weights:
                 before += len(part)
 
     def _read(self, source: Source) -> Tensor:
+        if source.frames:
+            return torch.stack([self.reader.read(key) for key in source.frames], dim=2)
         return self.reader.read(source.key, source.rows)
 
     def read(self, key: str, rows: tuple[int, int] | None = None) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..choices import ATTENTIONS, CANVASES, EDIT_NOISES, KV_DEVICES, KV_STORAGES, PREFILLS, SCHEDULES
+from ..choices import ATTENTIONS, CANVASES, EDIT_NOISES, GGUF_TYPES, KV_DEVICES, KV_STORAGES, PREFILLS, SCHEDULES
 from ..config.networks import MAX_REFERENCES
 from ..errors import UserError
 
@@ -29,6 +29,12 @@ def add_generate(p: argparse.ArgumentParser) -> None:
         "without a --model; qwen21-mini is its own",
     )
     model.add_argument("--encoder", metavar="FILE", type=Path, help="text encoder: single file or component folder")
+    model.add_argument(
+        "--mmproj",
+        metavar="FILE.gguf",
+        type=Path,
+        help="vision tower of an encoder in GGUF, where it does not lie beside the encoder; references need it",
+    )
     model.add_argument("--vae", metavar="FILE", type=Path, help="VAE: single file or component folder")
     model.add_argument(
         "--tokenizer", metavar="DIR", type=Path, help="tokenizer folder, where none lies with the encoder"
@@ -214,7 +220,10 @@ def add_convert(p: argparse.ArgumentParser) -> None:
     source = p.add_mutually_exclusive_group(required=True)
     source.add_argument("--dit", metavar="F", type=Path, help="transformer: single file or component folder")
     source.add_argument("--encoder", metavar="F", type=Path, help="text encoder: single file or component folder")
-    p.add_argument("--dtype", choices=("fp8",), required=True, help="what the blocks' weights become")
+    kinds = ("fp8", *(kind.lower() for kind in GGUF_TYPES))
+    p.add_argument(
+        "--dtype", choices=kinds, required=True, help="what the blocks' weights become; all but fp8 are GGUF"
+    )
     p.add_argument(
         "--scales",
         choices=("tensor", "row"),
@@ -222,7 +231,7 @@ def add_convert(p: argparse.ArgumentParser) -> None:
         help="tensor: what ComfyUI's own loaders read; row: what --dtype fp8 makes, for this pack alone",
     )
     _add_keep(p)
-    p.add_argument("--out", metavar="FILE.safetensors", type=Path, required=True, help="a single file for ComfyUI")
+    p.add_argument("--out", metavar="FILE", type=Path, required=True, help="a .safetensors file for fp8, else .gguf")
 
 
 def add_run(p: argparse.ArgumentParser) -> None:

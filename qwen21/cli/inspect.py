@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ..checkpoint.container import Checkpoint
 from ..checkpoint.detect import SLOTS, Identity, identify, open_named
-from ..checkpoint.load import Component, class_name, component_of, has_encoder, unused_tensors
+from ..checkpoint.load import Component, class_name, component_of, has_encoder, has_vision, unused_tensors
 from ..checkpoint.model_index import folder_schedule
 from ..checkpoint.paths import is_file, is_folder, read_json
 from ..choices import COMPONENTS
@@ -67,7 +67,11 @@ def _lines(checkpoint: Checkpoint, slot: str | None = None) -> list[str]:
 
 
 def _files(checkpoint: Checkpoint) -> str:
-    return "1 file" if len(checkpoint.files) == 1 else f"{len(checkpoint.files)} shards"
+    if len(checkpoint.files) == 1:
+        return "1 file"
+    if checkpoint.path in checkpoint.files:
+        return f"with {', '.join(file.name for file in checkpoint.files if file != checkpoint.path)}"
+    return f"{len(checkpoint.files)} shards"
 
 
 def _network(checkpoint: Checkpoint, identity: Identity) -> list[str]:
@@ -81,6 +85,8 @@ def _network(checkpoint: Checkpoint, identity: Identity) -> list[str]:
     lines.append(f"  config       {part.config}")
     if identity.kind == "vae" and not has_encoder(part):
         lines.append("  encoder      none: it decodes only, and references need the whole VAE")
+    if identity.kind == "encoder" and not has_vision(part):
+        lines.append("  vision       none: it reads prompts only, and references need its mmproj file beside it")
     return [*lines, f"  complete     {_completeness(part)}"]
 
 

@@ -15,8 +15,9 @@ from ..errors import UserError
 
 MAX_JOBS = 10_000
 # Flags of the whole process, which a single job cannot change.
-SHARED = ("model", "dit", "encoder", "vae", "tokenizer", "dtype", "device", "lora", "keep", "kv_storage", "kv_device",
-          "kv_budget", "force", "compile", "prefill", "cuda_graph", "attention", "repeat", "session")  # fmt: skip
+SHARED = ("model", "dit", "encoder", "vae", "tokenizer", "mmproj", "dtype", "device", "lora", "keep", "kv_storage",
+          "kv_device", "kv_budget", "force", "compile", "prefill", "cuda_graph", "attention", "repeat",
+          "session")  # fmt: skip
 
 NO_FLAGS = ("command", "run", "free", "picture", "done")  # what else the arguments of a command hold
 

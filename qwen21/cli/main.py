@@ -208,7 +208,7 @@ def find_model(a: argparse.Namespace):
         )
     parts = {slot: mini.located(path, slot) for slot, path in given.items() if path is not None}
     folder, tokenizer = (path and mini.located(path) for path in (a.model, a.tokenizer))
-    return find(Places(folder, tokenizer=tokenizer, **parts))
+    return find(Places(folder, tokenizer=tokenizer, mmproj=a.mmproj, **parts))
 
 
 class ProgressBar:
@@ -273,10 +273,17 @@ def run_inspect(a: argparse.Namespace) -> int:
 
 
 def run_convert(a: argparse.Namespace) -> int:
-    from ..checkpoint.convert import convert
-
     slot, path = ("dit", a.dit) if a.dit else ("encoder", a.encoder)
-    print(convert(slot, mini.located(path, slot), from_arguments.fp8_of(a), a.out, a.scales), flush=True)
+    path = mini.located(path, slot)
+    if a.dtype == "fp8":
+        from ..checkpoint.convert import convert
+
+        print(convert(slot, path, from_arguments.fp8_of(a), a.out, a.scales), flush=True)
+    else:
+        from ..checkpoint.convert_gguf import convert_to_gguf
+
+        from_arguments.fp8_of(a)  # refuses --keep
+        print(convert_to_gguf(slot, path, a.dtype.upper(), a.out), flush=True)
     return 0
 
 

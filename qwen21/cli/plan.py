@@ -63,7 +63,7 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
     check_attention(a.attention, dtypes(a.dtype, device)[0], device)
     require_prefill(a.prefill, a.compile)
     decided = decide(opened_request(a, Unread.of), files)
-    files.check(encodes=decided.request.encodes)
+    files.check(encodes=decided.request.encodes, reads=bool(decided.request.references))
     planner = Planner(a, files, free)
     job = planner.job(a, decided)
     dtype, told = planner.dtype([job])
@@ -95,7 +95,8 @@ def settle(
             outputs.check_outputs(job.out, job.save_latent, 1, files.paths)
             decided.append(decide(opened_request(job, pictures.look) if number > 1 else first, files))
             outputs.check_size(job.out, decided[-1].size)
-    files.check(encodes=any(plan.request.encodes for plan in decided))
+    requests = [plan.request for plan in decided]
+    files.check(encodes=any(r.encodes for r in requests), reads=any(r.references for r in requests))
     planner = Planner(a, files, free_bytes(pick_device(a.device)))
     numbers: dict[MemoryJob, int] = {}
     for number, (job, plan) in enumerate(zip(jobs, decided, strict=True), 1):

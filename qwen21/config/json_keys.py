@@ -74,7 +74,8 @@ def differences(config: Any, told: Any, without: Set[str] = frozenset()) -> Iter
     """
     if hasattr(config, "vision"):
         yield from _differences(TEXT_KEYS, UNTOLD, config.text, told.text)
-        yield from _differences(VISION_KEYS, UNTOLD_OF_VISION, config.vision, told.vision)
+        if "vision" not in without:
+            yield from _differences(VISION_KEYS, UNTOLD_OF_VISION, config.vision, told.vision)
     elif hasattr(config, "slots"):
         yield from _differences(VAE_KEYS | {"slots": "temperal_downsample"}, UNTOLD | without, config, told)
     else:

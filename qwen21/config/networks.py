@@ -269,7 +269,10 @@ class EncoderConfig:
 
     @classmethod
     def from_shapes(cls, shapes: Shapes) -> EncoderConfig:
-        """The sizes in `shapes` of tensors named as in `Qwen3VLModel` (`language_model.*`, `visual.*`)."""
+        """The sizes in `shapes` of tensors named as in `Qwen3VLModel` (`language_model.*`, `visual.*`).
+
+        Without a vision tower, its sizes are the released ones.
+        """
         vocabulary, width = shape_of(shapes, "language_model.embed_tokens.weight", 2)
         layer = "language_model.layers.0."
         (head_dim,) = shape_of(shapes, layer + "self_attn.q_norm.weight", 1)
@@ -283,6 +286,8 @@ class EncoderConfig:
             head_dim=head_dim,
             vocabulary=vocabulary,
         )
+        if not any(name.startswith("visual.") for name in shapes):
+            return cls(text, VisionConfig(out_width=width))
         vision_width, _, temporal_patch, patch, _ = shape_of(shapes, "visual.patch_embed.proj.weight", 5)
         vision = VisionConfig(
             layers=count_of(shapes, "visual.blocks."),

@@ -15,8 +15,8 @@ import torch
 
 from ..checkpoint.container import bytes_of
 from ..checkpoint.fp8_policy import Fp8
-from ..checkpoint.load import Component
-from ..checkpoint.quant_formats import FLOATS, stays_packed
+from ..checkpoint.load import Component, own_dtype
+from ..checkpoint.quant_formats import EMBEDDING, FLOATS, stays_packed
 from ..config.networks import DiTConfig, EncoderConfig
 from ..models import dit
 from ..prefix import NATIVE, Codec, kv_block_bytes
@@ -45,23 +45,22 @@ def weight_bytes(part: Component, dtype: torch.dtype | None = None, fp8: Fp8 | N
         elif fp8 is not None and len(source.shape) == 2 and fp8.takes(layer):
             total += math.prod(source.shape) + FP32 * source.shape[0]
         else:
-            cast = dtype is not None and (packing is not None or stored in FLOATS)  # other dtypes are not cast
+            loaded = own_dtype(part) if dtype is None and packing is not None else dtype  # dequantized while loading
+            cast = loaded is not None and (packing is not None or stored in FLOATS)  # other dtypes are not cast
             count = math.prod(source.shape)
-            total += count * dtype.itemsize if cast else bytes_of(stored, count)
+            total += count * loaded.itemsize if cast else bytes_of(stored, count)
     return total
 
 
 def rebuilt_bytes(part: Component, dtype: torch.dtype, fp8: Fp8 | None = None) -> int:
-    """Bytes in `dtype` of the largest quantized weight, which each use dequantizes."""
-    return max(
-        (
-            math.prod(source.shape) * dtype.itemsize
-            for name, source in part.identity.sources.items()
-            if source.key in part.identity.packings
-            or (fp8 is not None and len(source.shape) == 2 and fp8.takes(name.rpartition(".")[0]))
-        ),
-        default=0,
-    )
+    """Bytes in `dtype` of the largest quantized weight of a linear layer, which each use dequantizes."""
+    packings, largest = part.identity.packings, 0
+    for name, source in part.identity.sources.items():
+        packing = packings.get(source.key)
+        stays = packing is not None and stays_packed(packing, name) and not name.endswith(EMBEDDING)
+        if stays or (fp8 is not None and len(source.shape) == 2 and fp8.takes(name.rpartition(".")[0])):
+            largest = max(largest, math.prod(source.shape) * dtype.itemsize)
+    return largest
 
 
 @dataclass(frozen=True)

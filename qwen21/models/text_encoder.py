@@ -29,11 +29,16 @@ from ..inputs.prompt import (
 )
 from ..ops import linear as layers
 from .qwen3vl import inject, meta_skeleton, plain
+from .qwen3vl_positions import patch_axes, text_rope, two_taps, vision_rope
 
 MAX_TOKENS = 262144  # source: `max_position_embeddings` of the released config
-VISION_ROPE_BASE = 10000.0
 # Tensors that checkpoints hold but the encoder does not use, as it takes states before the final norm.
 UNUSED_WEIGHTS = ("language_model.norm.weight", "lm_head.weight")
+
+NO_VISION = (
+    "the text encoder has no vision tower, which reads references; put the file mmproj-F16.gguf of Qwen3-VL-8B beside "
+    "the encoder's, and load the encoder again"
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +102,8 @@ class TextEncoder(nn.Module):
     """Qwen3-VL without its final norm and LM head. Tensors are named as in `Qwen3VLModel`, without `UNUSED_WEIGHTS`.
 
     `dtype` is that of the weights, `compute_dtype` (default: the same, else float32) that of activations. The inputs'
-    device computes; weights may lie elsewhere if the layers of `operations` move them to their input.
+    device computes; weights may lie elsewhere if the layers of `operations` move them to their input. Without `vision`
+    it reads prompts and no references.
     """
 
     def __init__(
@@ -108,6 +114,7 @@ class TextEncoder(nn.Module):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         compute_dtype: torch.dtype | None = None,
+        vision: bool = True,
     ):
         super().__init__()
         _check_patches(config)
@@ -116,7 +123,9 @@ class TextEncoder(nn.Module):
         skeleton = meta_skeleton(config)
         # Plain modules, because a `PreTrainedModel` has properties that a host cannot set.
         self.language_model = plain(skeleton.language_model, "embed_tokens", "layers")
-        self.visual = plain(skeleton.visual, "patch_embed", "pos_embed", "blocks", "merger", "deepstack_merger_list")
+        if vision:
+            parts = ("patch_embed", "pos_embed", "blocks", "merger", "deepstack_merger_list")
+            self.visual = plain(skeleton.visual, *parts)
         inject(self, operations, dtype=dtype, device=device)
         self.eval()
 
@@ -127,12 +136,12 @@ class TextEncoder(nn.Module):
         `grid` is (1, rows, columns) of one picture, in patches."""
         visual, config = self.visual, self.config.vision
         _, rows, columns = grid
-        row, column = (axis.to(patches.device) for axis in _patch_axes(rows, columns))
+        row, column = (axis.to(patches.device) for axis in patch_axes(rows, columns))
         frames = patches.to(self.compute_dtype).view(-1, 3, config.temporal_patch, config.patch, config.patch)
         hidden = visual.patch_embed.proj(frames).view(-1, config.width)  # [patches, width]
         pictures = len(hidden) // (rows * columns)
         hidden = hidden + self._position_embeds(row, column, rows, columns).repeat(pictures, 1)
-        rope = _vision_rope(row.repeat(pictures), column.repeat(pictures), config.width // config.heads)
+        rope = vision_rope(row.repeat(pictures), column.repeat(pictures), config.width // config.heads)
         # Each picture is one segment. Kept on the CPU, because transformers reads the lengths there.
         lengths = torch.arange(pictures + 1, dtype=torch.int32) * (rows * columns)
         deepstack = []
@@ -147,8 +156,8 @@ class TextEncoder(nn.Module):
     def _position_embeds(self, row: Tensor, column: Tensor, rows: int, columns: int) -> Tensor:
         """Position embeddings [patches, width]: the learned square grid, resized bilinearly to rows x columns."""
         side = int(self.config.vision.positions**0.5)
-        (top, bottom), row_weights = _two_taps(row, rows, side)
-        (left, right), column_weights = _two_taps(column, columns, side)
+        (top, bottom), row_weights = two_taps(row, rows, side)
+        (left, right), column_weights = two_taps(column, columns, side)
         taps = torch.stack([top * side + left, top * side + right, bottom * side + left, bottom * side + right], dim=1)
         weights = (row_weights[:, :, None] * column_weights[:, None, :]).flatten(1)  # [patches, 4]
         return (self.visual.pos_embed(taps).float() * weights[:, :, None]).sum(1).to(self.compute_dtype)
@@ -233,8 +242,11 @@ class TextEncoder(nn.Module):
 
         `features` (keyed by a reference's digest) and `contexts` (keyed by the digests up to a reference) are read and
         filled: pass the same dictionaries for the next prompt, such as the negative one, and no reference is computed
-        twice. `UserError` if the prompt is too long or the tokenizer is another model's.
+        twice. `UserError` if the prompt is too long, the tokenizer is another model's, or there are references and no
+        vision tower.
         """
+        if references and not hasattr(self, "visual"):
+            raise UserError(NO_VISION)
         sizes = [(1, reference.height, reference.width) for reference in references]
         layout = layout_tokens(prompt, tokenizer, sizes)
         self._check_tokens(layout)
@@ -293,52 +305,3 @@ def _check_patches(config: EncoderConfig) -> None:
             f"the encoder's vision patch, frames and merge are {got}, expected "
             f"{(LATENT_PIXELS, TEMPORAL_PATCH, VISION_MERGE)} (Qwen3-VL); is this another model?"
         )
-
-
-# --- positions -----------------------------------------------------------------------------------------------------
-
-
-def _patch_axes(rows: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Row and column of every patch, each [patches], in the order of `vision_patches`."""
-    blocks = (rows // VISION_MERGE, VISION_MERGE, columns // VISION_MERGE, VISION_MERGE)
-    row = torch.arange(rows)[:, None].expand(rows, columns)
-    column = torch.arange(columns).expand(rows, columns)
-    return tuple(axis.reshape(blocks).transpose(1, 2).flatten() for axis in (row, column))
-
-
-def _two_taps(index: Tensor, length: int, side: int) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """The neighbours of each `index` of `length` on an axis of `side` (corners aligned), and their weights [n, 2]."""
-    at = index.float() * (side - 1) / max(length - 1, 1)
-    low = at.floor()
-    weight = at - low
-    low = low.long()
-    return (low, (low + 1).clamp(max=side - 1)), torch.stack([1 - weight, weight], dim=1)
-
-
-def _frequencies(base: float, dim: int, device: torch.device) -> Tensor:
-    # Computed on the CPU, so that all devices use the same values.
-    return (1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim))).to(device)
-
-
-def _vision_rope(row: Tensor, column: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [patches, head_dim], fp32: the first half of the angles follows the row, the second the
-    column."""
-    frequencies = _frequencies(VISION_ROPE_BASE, head_dim // 2, row.device)
-    angles = torch.cat([axis.float()[:, None] * frequencies for axis in (row, column)], dim=-1)
-    angles = torch.cat([angles, angles], dim=-1)
-    return angles.cos(), angles.sin()
-
-
-def text_rope(positions: Tensor, base: float, head_dim: int, sections: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Cosines and sines [1, S, head_dim], fp32, of M-RoPE positions [3, S].
-
-    The axes are interleaved: frequency 3k belongs to time, 3k + 1 to the row and 3k + 2 to the column, up to the ends
-    of `sections`; all further ones belong to time.
-    """
-    frequencies = _frequencies(base, head_dim, positions.device)
-    axis = torch.zeros(len(frequencies), dtype=torch.int64, device=positions.device)
-    for i in (1, 2):
-        axis[i : 3 * sections[i] : 3] = i
-    angles = positions.float()[axis].T * frequencies  # [S, head_dim / 2]
-    angles = torch.cat([angles, angles], dim=-1)[None]
-    return angles.cos(), angles.sin()

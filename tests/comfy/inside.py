@@ -21,6 +21,7 @@ import torch  # noqa: E402
 from packages import DIT, ENCODER, VAE, import_pack  # noqa: E402
 
 CARD = torch.device("meta")  # a small card's stand-in: a layer that computes with weights left behind fails there
+DIT_GGUF, ENCODER_GGUF = "qwen_image_2.1_tiny-Q4_K.gguf", "Qwen3-VL-Q8_0.gguf"
 DIT_INT8, ENCODER_INT8 = "qwen_image_2.1_int8_convrot_tiny.safetensors", "qwen3vl_int8_convrot_tiny.safetensors"
 
 
@@ -61,10 +62,10 @@ def shapes(tensors):
     return [list(tensor.shape) for tensor in tensors]
 
 
-def check_dit(file=DIT):
+def check_dit(file=DIT, dtype="default"):
     from the_pack.nodes.bridge.model import load_model
 
-    model = load_model(str(MODELS / "diffusion_models" / file)).model
+    model = load_model(str(MODELS / "diffusion_models" / file), dtype).model
     dit = model.diffusion_model
     text, reference, target = torch.randn(9, dit.config.text_width), torch.randn(64, 2, 2), torch.randn(1, 64, 4, 6)
 
@@ -161,6 +162,7 @@ def main():
         half = check_half_vae()
         found = {"half vae": half, "dit": check_dit(), "encoder": check_encoder(), "vae": check_vae()}
         found |= {"quantized dit": check_dit(DIT_INT8), "quantized encoder": check_encoder(ENCODER_INT8)}
+        found |= {"gguf dit": check_dit(DIT_GGUF, "fp32"), "gguf encoder": check_encoder(ENCODER_GGUF)}
         found |= signatures() | {"batch decode": batch_decode_peaks()}
     print(json.dumps(found))
 

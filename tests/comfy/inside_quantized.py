@@ -9,7 +9,12 @@ import inside
 import torch
 
 CPU = torch.device("cpu")
-FILES = {"int8_convrot": (inside.DIT_INT8, "default"), "fp8": (inside.DIT, "fp8"), "fp32": (inside.DIT, "default")}
+FILES = {
+    "int8_convrot": (inside.DIT_INT8, "default"),
+    "gguf": (inside.DIT_GGUF, "fp32"),
+    "fp8": (inside.DIT, "fp8"),
+    "fp32": (inside.DIT, "default"),
+}
 LORA = "transformer.safetensors"
 
 
@@ -21,7 +26,7 @@ def velocity(patcher, inputs):
 
 def codes(patcher):
     """A copy of everything that lies in quantized layers."""
-    quantized = [m for m in patcher.model.modules() if hasattr(m, "weight_scale")]
+    quantized = [m for m in patcher.model.modules() if hasattr(m, "packed")]
     return [tensor.float() for m in quantized for tensor in m.state_dict().values()]
 
 

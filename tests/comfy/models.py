@@ -7,7 +7,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from tests.support.tiny import VOCABULARY, Tiny
+from tests.support import tiny_gguf
+from tests.support.tiny import VOCABULARY, Tiny, comfy_dit, comfy_encoder
 from tests.support.tiny_quant import LAYOUTS, block_linear, pack, write
 from tests.support.tiny_tokenizer import write_tokenizer
 
@@ -16,6 +17,7 @@ TURBO = "qwen_image_2.1_turbo_tiny.safetensors"
 ENCODER = "qwen3vl_tiny.safetensors"
 VAE = "qwen_image_2.1_vae_tiny.safetensors"
 FOLDER = "qwen-image-2.1-tiny"
+DIT_GGUF, ENCODER_GGUF, MMPROJ = "qwen_image_2.1_tiny-Q4_K.gguf", "Qwen3-VL-Q8_0.gguf", "mmproj-F16.gguf"
 DIT_INT8, ENCODER_INT8 = "qwen_image_2.1_int8_convrot_tiny.safetensors", "qwen3vl_int8_convrot_tiny.safetensors"
 
 
@@ -32,9 +34,22 @@ def write_models(models: Path) -> Path:
     shutil.copy(models / "diffusion_models" / DIT, models / "diffusion_models" / TURBO)
     quantize(models / "diffusion_models" / DIT, DIT_INT8)
     quantize(models / "text_encoders" / ENCODER, ENCODER_INT8)
-    for name in (ENCODER, ENCODER_INT8):
+    write_gguf(models, tiny)
+    for name in (ENCODER, ENCODER_INT8, ENCODER_GGUF):
         write_tokenizer((models / "text_encoders" / name).with_suffix(""), VOCABULARY)
     return models
+
+
+def write_gguf(models: Path, tiny: Tiny) -> None:
+    """Transformer, encoder and vision tower in GGUF, and in `dense/` the numbers that the first two stand for."""
+    transformer = comfy_dit(tiny.transformer.state_dict())
+    dense = tiny_gguf.write(
+        models / "diffusion_models" / DIT_GGUF, transformer, "qwen_image21", tiny_gguf.fitting("Q4_K")
+    )
+    write(models / "dense" / f"{DIT_GGUF}.safetensors", dense)
+    _, _, dense = tiny_gguf.write_encoder(models / "text_encoders", tiny.text_encoder.state_dict(), "Q8_0")
+    encoder = write(models / "dense" / f"{ENCODER_GGUF}.safetensors", comfy_encoder(dense))
+    write_tokenizer(encoder.with_suffix(""), VOCABULARY)
 
 
 def quantize(source: Path, name: str, layout: str = "int8_convrot") -> tuple[Path, Path]:

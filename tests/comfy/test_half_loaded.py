@@ -4,7 +4,7 @@ import pytest
 
 # The only holders of parameters that are no layers of ComfyUI's; their weights are moved where they are used.
 CAST_AT_USE = {"dit": ["ZeroCentredRMSNorm"], "encoder": [], "vae": ["RMSNorm"]}
-CAST_AT_USE |= {f"quantized {name}": CAST_AT_USE[name] for name in ("dit", "encoder")}
+CAST_AT_USE |= {f"{kind} {name}": CAST_AT_USE[name] for kind in ("quantized", "gguf") for name in ("dit", "encoder")}
 
 
 @pytest.mark.parametrize("room", ["half", "none"])

@@ -12,7 +12,7 @@ from qwen21.checkpoint.load import find_encoder, load
 from qwen21.inputs.tokenizer import load_tokenizer
 from tests.comfy.graphs import ksampler, loaders, node, sampler, show, text_to_image, two_references
 from tests.comfy.installation import ROOT
-from tests.comfy.models import DIT, DIT_INT8, ENCODER, ENCODER_INT8, FOLDER, quantize
+from tests.comfy.models import DIT, DIT_GGUF, DIT_INT8, ENCODER, ENCODER_INT8, FOLDER, quantize
 from tests.comfy.oracle import Oracle
 from tests.comfy.test_sampling import TOLERANCE, side
 from tests.support import loras
@@ -231,6 +231,8 @@ def merged(models_dir, name):
     """The velocity of a file's numbers with the LoRA merged into them in fp64."""
     if name == "fp32":
         dense = load_file(models_dir / "diffusion_models" / DIT)
+    elif name == "gguf":
+        dense = load_file(models_dir / "dense" / f"{DIT_GGUF}.safetensors")
     else:
         layout = {"int8_convrot": "int8_convrot", "fp8": "fp8 by rows"}[name]
         _, _, dense = pack(load_file(models_dir / "diffusion_models" / DIT), LAYOUTS[layout])
@@ -238,7 +240,7 @@ def merged(models_dir, name):
     return loras.velocity(dit), loras.velocity(loras.merge(dit, (loras.make(3), 1.0)))
 
 
-@pytest.mark.parametrize("name", ["int8_convrot", "fp8", "fp32"])
+@pytest.mark.parametrize("name", ["int8_convrot", "gguf", "fp8", "fp32"])
 def test_a_lora_equals_the_merged_weights_in_every_state_of_loading(states, models_dir, name):
     found, told = states[name]
     plain, patched = merged(models_dir, name)
@@ -250,4 +252,4 @@ def test_a_lora_equals_the_merged_weights_in_every_state_of_loading(states, mode
         assert torch.equal(found[state], found["plain"]), state
     assert told["changed"] == [] and told["left"] == 0
     assert told["patcher"] == ("ModelPatcher" if name == "fp32" else "QuantPatcher")
-    assert told["layers"] == (0 if name == "fp32" else 2 * 7 * 2)
+    assert told["layers"] == {"fp32": 0, "gguf": 2 * 7}.get(name, 2 * 7 * 2)

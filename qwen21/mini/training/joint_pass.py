@@ -15,7 +15,8 @@ from torch import Tensor
 from ...inputs.prompt import TokenLayout
 from ...models.dit import DiT
 from ...models.dit_block import Block
-from ...models.text_encoder import TextEncoder, text_rope
+from ...models.qwen3vl_positions import text_rope
+from ...models.text_encoder import TextEncoder
 from ...ops.attention import AttentionFunction
 from ...ops.rope import rotation
 from ...sequence import ImageSegment, block_ids, prefix_layout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .base import Marker, PackedWeight, StoredTensors, WeightFormat, WeightReader
 from .fp8 import Fp8Format, Fp8Weight
+from .gguf_blocks import BlockFormat
 from .int8 import Int8Format, Int8Weight
 
 __all__ = [
@@ -11,7 +12,7 @@ __all__ = [
     "recognise",
 ]  # fmt: skip
 
-FORMATS: tuple[type[WeightFormat], ...] = (Int8Format, Fp8Format)
+FORMATS: tuple[type[WeightFormat], ...] = (Int8Format, Fp8Format, BlockFormat)
 
 
 def recognise(key: str, tensors: StoredTensors, marker: Marker) -> WeightFormat | None:

@@ -47,7 +47,7 @@ def quick(monkeypatch, read_tokenizer):
     """What no prefix depends on is left out: pictures, versions, and reading intact files again in every run."""
     monkeypatch.setattr(tokenizer, "load_tokenizer", lambda folder: read_tokenizer)
     monkeypatch.setattr(Pipeline, "_decode", lambda self, latent, watch: [])
-    monkeypatch.setattr(ModelFiles, "check", lambda self, encodes: None)
+    monkeypatch.setattr(ModelFiles, "check", lambda self, **what: None)
     monkeypatch.setattr(manifest, "library_versions", dict)
 
 
