@@ -124,7 +124,7 @@ class Qwen21EncodePrompt(io.ComfyNode):
 
 def canvas_of(references, canvas):
     """(width, height) of the reference that the canvas follows."""
-    from ..qwen21.inputs.prompt import followed
+    from ..qwen21.inputs.references import followed
 
     return references[followed([reference.original for reference in references], canvas)].image.size
 

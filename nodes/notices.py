@@ -62,7 +62,7 @@ def _half_seen(extra):
 
 def _entry_warnings(extra, side):
     """Warnings about one entry. `side` precedes the text for any entry but the positive's."""
-    from ..qwen21.inputs.prompt import placeholder_warnings  # imported here, because it would slow ComfyUI's start
+    from ..qwen21.inputs.prompt import placeholder_warnings  # not above, because it would slow ComfyUI's start
     from ..qwen21.sequence import settle_slots
 
     found = []

@@ -82,7 +82,7 @@ class Qwen21MemoryPlan(io.ComfyNode):
         from ..qwen21.checkpoint.fp8_policy import Fp8
         from ..qwen21.checkpoint.load import find_dit, find_encoder, find_vae
         from ..qwen21.inputs.images import to_pixels
-        from ..qwen21.inputs.prompt import canvas_size, reference_size
+        from ..qwen21.inputs.references import canvas_size, reference_size
         from ..qwen21.memory.estimate import available_ram
         from ..qwen21.memory.plan import MemoryJob, plan_memory
         from ..qwen21.memory.show import draw, plan_report

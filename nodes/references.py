@@ -69,8 +69,7 @@ class Qwen21AddReference(io.ComfyNode):
     @classmethod
     def execute(cls, image, mask=None, references=None, resolution=-1, fit="resize"):
         from ..qwen21.inputs.images import with_mask
-        from ..qwen21.inputs.prompt import check_count
-        from ..qwen21.inputs.references import following
+        from ..qwen21.inputs.references import check_count, following
 
         chain = list(references or [])
         check_count(len(chain) + len(image))

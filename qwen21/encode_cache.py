@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, MutableMapping, ValuesView
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
@@ -50,25 +50,45 @@ class ReferenceContexts(dict[tuple[str, ...], "ReferenceContext"]):
             self.update({name: context.to("cpu") for name, context in kept.items()})
 
 
-class LRUCache(Generic[T]):
-    """The `limit` most recently used values, by key."""
+class LRUCache(MutableMapping[Hashable, T]):
+    """A mapping that keeps the `limit` most recently used values. Reading and writing both count as use."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._made: OrderedDict[Hashable, T] = OrderedDict()
+        self._kept: OrderedDict[Hashable, T] = OrderedDict()
 
-    def __iter__(self) -> Iterator[T]:
-        return iter(self._made.values())
+    def __getitem__(self, key: Hashable) -> T:
+        self._kept.move_to_end(key)
+        return self._kept[key]
 
-    def get(self, key: Callable[[], Hashable], make: Callable[[], T]) -> T:
+    def __setitem__(self, key: Hashable, value: T) -> None:
+        self._kept[key] = value
+        self._kept.move_to_end(key)
+        while len(self._kept) > self._limit:
+            self._kept.popitem(last=False)
+
+    def __delitem__(self, key: Hashable) -> None:
+        del self._kept[key]
+
+    def __iter__(self) -> Iterator[Hashable]:
+        return iter(self._kept)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._kept
+
+    def values(self) -> ValuesView[T]:
+        """The values, without counting as use."""
+        return self._kept.values()
+
+    def made(self, key: Callable[[], Hashable], make: Callable[[], T]) -> T:
         """The value under `key()`, from `make()` where it is missing. `make` may load a network from a file that was
         replaced meanwhile, so `key` is called again afterwards."""
         name = key()
-        if name not in self._made:
-            made = make()
-            name = key()
-            self._made[name] = made
-        self._made.move_to_end(name)
-        while len(self._made) > self._limit:
-            self._made.popitem(last=False)
-        return self._made[name]
+        if name in self:
+            return self[name]
+        value = make()
+        self[key()] = value
+        return value

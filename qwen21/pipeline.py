@@ -22,7 +22,8 @@ from .encode_cache import EncodedPrompt, EncodedReference, LRUCache, ReferenceCo
 from .errors import UserError
 from .guidance_branch import GuidanceBranch
 from .inputs import images
-from .inputs.prompt import Reference, layout_tokens
+from .inputs.prompt import layout_tokens
+from .inputs.references import Reference
 from .lora.read import Lora
 from .manifest import RunFacts, build_manifest
 from .memory import estimate
@@ -160,7 +161,7 @@ class Pipeline:
         def key(prompt: str) -> Hashable:
             return ids[prompt], digests, self.networks.made_by("encoder")
 
-        made = {prompt: self._prompts.get(partial(key, prompt), partial(encode, prompt)) for prompt in prompts}
+        made = {prompt: self._prompts.made(partial(key, prompt), partial(encode, prompt)) for prompt in prompts}
         if self._contexts[1]:
             self._contexts[1].keep_only(digests if self.keep_loaded else ())
         negative = made[resolved.request.negative] if resolved.guided else None
@@ -184,7 +185,7 @@ class Pipeline:
             latent = self._encode_picture(reference.image, watch)[0]
             return EncodedReference(latent, name(reference))
 
-        return [self._references.get(partial(name, each), partial(encode, each)) for each in resolved.references]
+        return [self._references.made(partial(name, each), partial(encode, each)) for each in resolved.references]
 
     def _encode_start(self, resolved: ResolvedRequest, watch: Watch) -> Start | None:
         """The latent of the init image and the mask of what may change; None without an init image."""

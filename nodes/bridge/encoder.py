@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +15,9 @@ import torch
 
 from ...qwen21.checkpoint.load import fill, find_encoder, halves, module_of
 from ...qwen21.checkpoint.model_index import trained_sizes
-from ...qwen21.encode_cache import ReferenceContexts
+from ...qwen21.encode_cache import LRUCache, ReferenceContexts
 from ...qwen21.errors import UserError
-from ...qwen21.inputs.prompt import Reference
+from ...qwen21.inputs.references import Reference
 from .host import check_cancel, encoder_dtype, precision, stored_as
 from .quantized import LAYERS, patcher_class
 
@@ -49,7 +48,7 @@ class Qwen21Encoder:
         module = patcher.model
         # what its states depend on besides their inputs
         self.identity = f"{module.made_of} {stored} {module.compute_dtype} {patcher.load_device.type}"
-        self._features: OrderedDict[str, Any] = OrderedDict()
+        self._features: LRUCache[Any] = LRUCache(KEPT_FEATURES)
         self._contexts = ReferenceContexts()
 
     def is_dynamic(self) -> bool:
@@ -83,9 +82,6 @@ class Qwen21Encoder:
             features = self._features[reference.digest]
             embeds, deepstack = features.embeds.cpu(), tuple(part.cpu() for part in features.deepstack)
             self._features[reference.digest] = replace(features, embeds=embeds, deepstack=deepstack)
-            self._features.move_to_end(reference.digest)
-        while len(self._features) > KEPT_FEATURES:
-            self._features.popitem(last=False)
         if not bool(torch.isfinite(text.states).all()):
             raise UserError(f"{self.name}: the text states are not finite; the file is damaged, or try dtype fp32")
         return text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,10 @@ from torch import Tensor
 from ...qwen21.checkpoint.load import fill, find_vae, has_encoder
 from ...qwen21.checkpoint.model_index import trained_sizes
 from ...qwen21.config.networks import LATENT_PIXELS
+from ...qwen21.encode_cache import LRUCache
 from ...qwen21.errors import UserError
 from ...qwen21.inputs.images import is_opaque, to_vae_pixels
-from ...qwen21.inputs.prompt import Reference
+from ...qwen21.inputs.references import Reference
 from ...qwen21.models import vae_tiling
 from ...qwen21.models.vae import VAE
 from .asked import Asked
@@ -57,7 +57,7 @@ class Qwen21VAE(Asked):
         self.alpha = alpha
         self.name = name
         self.trained_sizes = trained_sizes  # smallest and largest side in pixels, where the model says it
-        self._latents: OrderedDict[tuple[str, str], Tensor] = OrderedDict()
+        self._latents: LRUCache[Tensor] = LRUCache(KEPT_LATENTS)
 
     @property
     def identity(self) -> str:
@@ -98,9 +98,6 @@ class Qwen21VAE(Asked):
             budget = self._load(pixels, decode=False)
             latent = self._latent(lambda x: vae_tiling.encode(self._vae, x, budget, check_cancel=check_cancel), pixels)
             self._latents[key] = latent
-            while len(self._latents) > KEPT_LATENTS:
-                self._latents.popitem(last=False)
-        self._latents.move_to_end(key)
         return self._latents[key].clone()  # another node may change it in place
 
     def spacial_compression_decode(self) -> int:

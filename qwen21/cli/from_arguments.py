@@ -45,7 +45,7 @@ def request_of(a: argparse.Namespace) -> Request:
 def opened_request(a: argparse.Namespace, opened: Callable[[Path], Any] | None = None) -> Request:
     """Build the request that the arguments describe, with their pictures as `opened` returns them for a path."""
     from ..inputs.images import open_image
-    from ..inputs.prompt import check_count
+    from ..inputs.references import check_count
 
     opened = opened or open_image
     check_count(len(a.image))

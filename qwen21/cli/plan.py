@@ -14,7 +14,8 @@ from ..checkpoint.quant_formats import name_of
 from ..config.networks import LATENT_PIXELS
 from ..errors import UserError
 from ..inputs import images
-from ..inputs.prompt import layout_tokens, reference_size
+from ..inputs.prompt import layout_tokens
+from ..inputs.references import reference_size
 from ..inputs.tokenizer import load_tokenizer
 from ..lora.read import find_lora
 from ..memory import estimate

@@ -12,7 +12,8 @@ import torch
 from ..checkpoint.fp8_policy import Fp8
 from ..checkpoint.load import Component, own_dtype
 from ..config.networks import LATENT_PIXELS
-from ..inputs.prompt import VISION_MERGE, Size, TokenLayout
+from ..inputs.prompt import TokenLayout
+from ..inputs.references import VISION_MERGE, Size
 from ..models import vae_tiling
 from ..prefix import CODECS, FIDELITY, ContiguousKV
 from ..prefix.keys import kv_block_names

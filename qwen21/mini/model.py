@@ -25,7 +25,8 @@ from ..config.networks import (
     VAEConfig,
     VisionConfig,
 )
-from ..inputs.prompt import IMAGE_PAD, SYSTEM_PROMPT, TEMPORAL_PATCH, VIDEO_PAD, VISION_END, VISION_MERGE, VISION_START
+from ..inputs.prompt import IMAGE_PAD, SYSTEM_PROMPT, VIDEO_PAD, VISION_END, VISION_START
+from ..inputs.references import TEMPORAL_PATCH, VISION_MERGE
 from ..inputs.tokenizer import SPECIAL_TOKENS
 from . import LARGEST, SMALLEST, world
 

@@ -23,7 +23,7 @@ from ..ops.fused_linear import fused
 from ..ops.pointwise import Kernels
 from ..ops.rope import rotation
 from ..prefix import NATIVE, Codec, ContiguousKV, KVBlock, LayerReader, Prefix
-from ..sequence import Segment, TextSegment, prefix_layout
+from ..sequence import PrefixLayout, Segment, TextSegment, prefix_layout
 from .dit_block import Block, Modulation
 
 TIME_FREQUENCIES = 128
@@ -130,8 +130,7 @@ class DiT(nn.Module):
         first KV blocks from an earlier prefill of the same inputs, are reused, and the result is bit-equal either way.
         Raises `UserError` where widths, channels or slots do not match.
         """
-        self.check_inputs(text, references)
-        layout = prefix_layout(text.shape[0], slots, [tuple(r.shape[-2:]) for r in references])
+        layout = self.layout_of(text, references, slots)
         storage = text.device if storage is None else torch.device(storage)
         prefix = Prefix(layout, cached)
         missing = layout.kv_blocks[len(cached) :]
@@ -258,7 +257,8 @@ class DiT(nn.Module):
         parts = (part for block in self.transformer_blocks for part in (block.attn, block.img_mlp))
         return any(part.takes_fp8 or part.fused_out is not None for part in parts)
 
-    def check_inputs(self, text: Tensor, references: Sequence[Tensor]) -> None:
+    def layout_of(self, text: Tensor, references: Sequence[Tensor], slots: Sequence[int]) -> PrefixLayout:
+        """The layout of a prefix; see `prefill`. Raises `UserError` where widths, channels or slots do not match."""
         if text.ndim != 2 or text.shape[1] != self.config.text_width:
             raise UserError(
                 f"the text states have shape {list(text.shape)}, this transformer reads [tokens, "
@@ -270,6 +270,7 @@ class DiT(nn.Module):
                     f"reference {i} has latent shape {list(reference.shape)}, expected "
                     f"[{self.config.in_channels}, height, width]; encode it with the Qwen-Image 2.1 VAE"
                 )
+        return prefix_layout(len(text), slots, [tuple(reference.shape[-2:]) for reference in references])
 
 
 def fuse(dit: DiT, fp8: bool | None = None) -> int:

@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from ..config.networks import DiTConfig
 from ..errors import UserError
 from ..prefix import NATIVE, Codec, KVBlock, LayerReader, Prefix
-from ..sequence import PrefixLayout, block_ids, prefix_layout
+from ..sequence import PrefixLayout, block_ids
 from .dit import DiT, seconds
 
 BLOCK = 128  # tokens a side of the mask's blocks
@@ -47,8 +47,7 @@ class FlexPrefill:
     ) -> Prefix:
         """As `DiT.prefill`. Raises `UserError` too where it is not compiled and the prefix is long."""
         dit = self.dit
-        dit.check_inputs(text, references)
-        layout = prefix_layout(text.shape[0], slots, [tuple(r.shape[-2:]) for r in references])
+        layout = dit.layout_of(text, references, slots)
         if not self._compiled and layout.length > MOST_UNCOMPILED:
             raise UserError(
                 f"FlexAttention uncompiled would hold all scores of {layout.length} tokens; add --compile, or prefill "

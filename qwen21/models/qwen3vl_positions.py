@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..inputs.prompt import VISION_MERGE
+from ..inputs.references import VISION_MERGE
 
 VISION_ROPE_BASE = 10000.0
 

@@ -18,15 +18,8 @@ from torch import Tensor, nn
 
 from ..config.networks import LATENT_PIXELS, EncoderConfig
 from ..errors import UserError
-from ..inputs.prompt import (
-    TEMPORAL_PATCH,
-    VISION_MERGE,
-    Reference,
-    Tokenizer,
-    TokenLayout,
-    layout_tokens,
-    vision_patches,
-)
+from ..inputs.prompt import Tokenizer, TokenLayout, layout_tokens
+from ..inputs.references import TEMPORAL_PATCH, VISION_MERGE, Reference, vision_patches
 from ..ops import linear as layers
 from .qwen3vl import inject, meta_skeleton, plain
 from .qwen3vl_positions import patch_axes, text_rope, two_taps, vision_rope

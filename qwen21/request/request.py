@@ -10,7 +10,7 @@ from PIL import Image
 
 from ..errors import UserError
 from ..inputs.images import open_any
-from ..inputs.prompt import check_count
+from ..inputs.references import check_count
 from ..sampling.euler import GuidanceRange
 from .options import read_options
 

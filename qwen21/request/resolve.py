@@ -9,13 +9,13 @@ from dataclasses import dataclass, replace
 from ..checkpoint.load import ModelFiles
 from ..config.networks import LATENT_PIXELS, MAX_BATCH
 from ..errors import UserError
-from ..inputs.prompt import (
+from ..inputs.prompt import placeholder_warnings
+from ..inputs.references import (
     DEFAULT_RESOLUTION,
     Reference,
     Size,
     canvas_size,
     check_count,
-    placeholder_warnings,
     prepare_references,
     reference_size,
 )

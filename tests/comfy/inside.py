@@ -79,7 +79,7 @@ def check_dit(file=DIT, dtype="default"):
 def check_encoder(file=ENCODER):
     from PIL import Image
     from the_pack.nodes.bridge.encoder import load_encoder
-    from the_pack.qwen21.inputs.prompt import Reference
+    from the_pack.qwen21.inputs.references import Reference
 
     encoder = load_encoder(str(MODELS / "text_encoders" / file))
     module, picture = encoder.patcher.model, Reference.prepare(Image.new("RGB", (64, 64), (200, 30, 60)), 64)

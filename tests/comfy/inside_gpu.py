@@ -54,7 +54,7 @@ def sampled():
     from the_pack.nodes.bridge.encoder import load_encoder
     from the_pack.nodes.bridge.model import load_model, with_prefix_options
     from the_pack.nodes.bridge.vae import load_vae
-    from the_pack.qwen21.inputs.prompt import Reference
+    from the_pack.qwen21.inputs.references import Reference
 
     encoder = load_encoder(str(MODELS / "text_encoders" / ENCODER))
     model = load_model(str(MODELS / "diffusion_models" / DIT), "fp32")

@@ -218,7 +218,7 @@ def check_vae_device():
     """A VAE as core's SelectVAEDevice leaves it: a shallow copy with a patcher of its own, on another device."""
     from PIL import Image
     from the_pack.nodes.bridge.vae import load_vae
-    from the_pack.qwen21.inputs.prompt import Reference
+    from the_pack.qwen21.inputs.references import Reference
 
     vae = load_vae(str(MODELS / "vae" / VAE), "fp32")
     reference = Reference.prepare(Image.new("RGB", (64, 64), "red"), 64)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from qwen21.inputs.prompt import canvas_size
+from qwen21.inputs.references import canvas_size
 from tests.comfy.graphs import loaders, node, prompt, show
 from tests.comfy.make_workflows import BUNDLED
 

@@ -1,8 +1,8 @@
 """A simulated CUDA device in RAM: it computes real numbers, and refuses what a GPU would refuse.
 
 Its tensors compute on the CPU, but report `cuda:0`. An operation over tensors of both devices raises, and so does an
-allocation beyond the device's memory. There is one stream, and everything runs synchronously. PyTorch's CPU build does
-not know the device; a few lines of C++ register it. A CUDA graph is the list of operations that ran during the
+allocation beyond the device's memory. Everything runs synchronously; its log tells on which stream. PyTorch's CPU build
+does not know the device; a few lines of C++ register it. A CUDA graph is the list of operations that ran during the
 recording, each with the tensors that it read and wrote.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import gc
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ aten = torch.ops.aten
 COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 # Operations that may read tensors of both devices: copies, and indexing.
 BETWEEN_DEVICES = {aten._to_copy.default, aten.copy_.default, aten.index.Tensor, aten.index_put_.default}
+COPIES = {aten._to_copy.default, aten.copy_.default}
 ANSWERS = {aten._local_scalar_dense.default, aten.equal.default}
 
 # Runs as one operation, as fused kernels do, because its parts would store all attention scores.
@@ -71,29 +73,27 @@ class OnGpu(torch.Tensor):
 
 
 @contextlib.contextmanager
-def ram_gpu(total: int = 2**40) -> Iterator[RamGpu]:
-    """Simulate a device of `total` bytes."""
+def ram_gpu(total: int = 2**40, refuses_locks: bool = False) -> Iterator[RamGpu]:
+    """Simulate a device of `total` bytes. `refuses_locks`: its driver locks no pages of RAM."""
     _teach_device()
-    gpu = RamGpu(total)
+    gpu = RamGpu(total, refuses_locks)
 
-    class Stream:
-        def __init__(self, device: torch.device | None = None) -> None: ...
-        def wait_stream(self, other: Stream) -> None: ...
-        def synchronize(self) -> None: ...
+    def recorded(tensor: torch.Tensor, stream: Stream) -> None:
+        gpu.log.append(("records", stream.name))
 
-    cudart = SimpleNamespace(cudaHostRegister=lambda *args: 0, cudaHostUnregister=lambda address: 0)
+    cudart = SimpleNamespace(cudaHostRegister=gpu.lock, cudaHostUnregister=gpu.unlock)
     stand_ins = {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
-        "synchronize": lambda device=None: None,
+        "synchronize": lambda device=None: gpu.log.append(("device", "settled")),
         "get_device_capability": lambda device=None: (9, 0),
         "mem_get_info": lambda device=None: (total - gpu.now, total),
         "memory_allocated": lambda device=None: gpu.now,
         "memory_reserved": lambda device=None: gpu.now,
         "empty_cache": lambda: None,
-        "Stream": Stream,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "current_stream": Stream,
+        "Stream": gpu.new_stream,
+        "stream": gpu.running_on,
+        "current_stream": lambda device=None: Stream(gpu, gpu.running),
         "cudart": lambda: cudart,
         "CUDAGraph": RamGraph,
         "graph": gpu.recorded,
@@ -103,20 +103,60 @@ def ram_gpu(total: int = 2**40) -> Iterator[RamGpu]:
         for name, stand_in in stand_ins.items():
             patches.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         patches.enter_context(mock.patch.object(torch.version, "cuda", "13.0"))
-        patches.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None))
+        patches.enter_context(mock.patch.object(torch.Tensor, "record_stream", recorded))
         torch._C._set_only_lift_cpu_tensors(True)  # create new tensors in RAM first, then copy them
         patches.callback(torch._C._set_only_lift_cpu_tensors, False)
         with gpu:
             yield gpu
+            gc.collect()  # what only the garbage collector frees is freed while the device is there
+
+
+class Stream:
+    """A stream: everything has happened when it is asked to happen, so it only logs."""
+
+    def __init__(self, gpu: RamGpu, name: str) -> None:
+        self.gpu, self.name = gpu, name
+
+    def wait_stream(self, other: Stream) -> None:
+        self.gpu.log.append((self.name, "waits for", other.name))
+
+    def synchronize(self) -> None:
+        self.gpu.log.append((self.name, "settled"))
 
 
 class RamGpu(ByteCounter):
-    """The mode that runs the device's operations. `now` and `peak` are the bytes of its tensors."""
+    """The mode that runs the device's operations. `now` and `peak` are the bytes of its tensors.
 
-    def __init__(self, total: int) -> None:
+    `log` holds what streams did, copies between the devices among it: (stream, "copies to", device). `locked` and
+    `unlocked` hold the addresses and sizes of locked RAM. Streams are named by the order of their creation.
+    """
+
+    def __init__(self, total: int, refuses_locks: bool = False) -> None:
         super().__init__()
-        self.total = total
+        self.total, self.refuses_locks = total, refuses_locks
+        self.log: list[tuple[str, ...]] = []
+        self.locked: list[tuple[int, int]] = []
+        self.unlocked: list[int] = []
+        self.streams, self.running = 0, "main"
         self._recording: RamGraph | None = None
+
+    def lock(self, address: int, nbytes: int, flags: int) -> int:
+        self.locked.append((address, nbytes))
+        return int(self.refuses_locks)
+
+    def unlock(self, address: int) -> int:
+        self.unlocked.append(address)
+        return 0
+
+    def new_stream(self, device: torch.device | None = None) -> Stream:
+        self.streams += 1
+        return Stream(self, f"side {self.streams}")
+
+    @contextlib.contextmanager
+    def running_on(self, stream: Stream) -> Iterator[None]:
+        before, self.running = self.running, stream.name
+        yield
+        self.running = before
 
     @contextlib.contextmanager
     def recorded(self, graph: RamGraph, pool: object = None) -> Iterator[None]:
@@ -142,6 +182,8 @@ class RamGpu(ByteCounter):
             kwargs["device"] = "cpu" if there else kwargs["device"]
         if self._recording is not None:
             _refuse_waiting(func, there, len(ours), len(tensors))
+        if func in COPIES and isinstance(args[func is aten.copy_.default], OnGpu) != there:
+            self.log.append((self.running, "copies to", "cuda" if there else "cpu"))
         args, kwargs = _each_tensor([args, kwargs], lambda each: each.ram if isinstance(each, OnGpu) else each)
         result = func(*args, **kwargs)
         if not there:

@@ -104,6 +104,7 @@ class _Finder:
         elif spec.name == "folder_paths":
             module.get_filename_list = lambda folder: list(FILES.get(folder, []))
             module.get_folder_paths = lambda folder: []
+            module.filter_files_extensions = lambda files, extensions: []
         elif spec.name == "comfy.samplers":
             module.SAMPLER_NAMES = SAMPLERS
         return module

@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, Dataset
 from ...checkpoint.load import module_of
 from ...config.networks import LATENT_PIXELS
 from ...inputs.images import to_vae_pixels
-from ...inputs.prompt import Reference, Tokenizer, TokenLayout, layout_tokens, vision_patches
+from ...inputs.prompt import Tokenizer, TokenLayout, layout_tokens
+from ...inputs.references import Reference, vision_patches
 from ...models.vae import VAE
 from ..model import DIT, ENCODER
 from ..world import Task, draw, random_task

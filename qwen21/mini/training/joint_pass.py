@@ -1,7 +1,7 @@
 """Run the whole model over a batch, with gradients: training uses it in place of prefill and denoise.
 
 All prompts of a batch have one length and all pictures one place in the sequence, so nothing is padded. The sequence
-is computed at once under a mask, as `tests/support/dense_reference.py` does for one prompt. Sampling does not use it.
+is computed at once under a mask. Sampling does not use it; tests compare prefill and denoise with it.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def velocity(
         dim=1,
     )
     embed = dit.time_text_embed["timestep_embedder"]
-    before, now = embed(torch.zeros(1), torch.float32), embed(sigma, torch.float32)
+    before, now = embed(torch.zeros(1), text.dtype), embed(sigma, text.dtype)
     spans = (layout.length, x.shape[1] - layout.length)
     scale1, gate1, scale2, gate2 = (
         torch.cat([part[:, None].expand(len(x), count, -1) for part, count in zip(parts, spans, strict=True)], dim=1)

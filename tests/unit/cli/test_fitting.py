@@ -10,7 +10,7 @@ from qwen21.cli import pictures
 from qwen21.cli.main import main
 from qwen21.cli.plan import EXIT_MISFIT
 from qwen21.inputs.images import open_image
-from qwen21.inputs.prompt import Reference
+from qwen21.inputs.references import Reference
 from qwen21.memory import estimate
 from qwen21.pipeline import Pipeline
 from tests.support import tiny

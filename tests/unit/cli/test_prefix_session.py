@@ -228,8 +228,8 @@ def test_two_hundred_runs_stay_within_the_budget(files, networks):
         assert warm.store.nbytes() <= budget
         if i in (99, 199):
             gc.collect()
-            tensors = [prompt.text.states for prompt in warm._prompts._made.values()]
-            tensors += [reference.latent for reference in warm._references._made.values()]
+            tensors = [prompt.text.states for prompt in warm._prompts.values()]
+            tensors += [reference.latent for reference in warm._references.values()]
             remembered = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
             assert live_bytes() - before <= budget + remembered
             assert remembered < 10**6

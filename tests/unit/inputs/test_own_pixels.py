@@ -7,7 +7,7 @@ from PIL import Image
 from qwen21.checkpoint.load import find_folder
 from qwen21.cli.main import main
 from qwen21.inputs.images import kept_outside, open_image
-from qwen21.inputs.prompt import Canvas, Reference, canvas_size, reference_size
+from qwen21.inputs.references import Canvas, Reference, canvas_size, reference_size
 from qwen21.mini import WEIGHTS
 from qwen21.pipeline import Pipeline
 from qwen21.request import Request, resolve_request

@@ -12,18 +12,8 @@ from diffusers.pipelines.qwenimage21.pipeline_qwenimage21 import calculate_dimen
 from PIL import Image
 
 from qwen21.errors import UserError
-from qwen21.inputs.prompt import (
-    Canvas,
-    Reference,
-    Special,
-    canvas_size,
-    layout_tokens,
-    placeholder_warnings,
-    prepare_references,
-    reference_size,
-    template,
-    vision_patches,
-)
+from qwen21.inputs.prompt import Special, layout_tokens, placeholder_warnings, template
+from qwen21.inputs.references import Canvas, Reference, canvas_size, prepare_references, reference_size, vision_patches
 from qwen21.inputs.tokenizer import load_tokenizer
 from tests.support.tiny_tokenizer import SPECIAL, Processor, write_tokenizer
 

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from qwen21.inputs.prompt import Reference
-from qwen21.inputs.references import AUTO, following, settled
+from qwen21.inputs.references import AUTO, Reference, following, settled
 
 
 def noise(width=300, height=200):

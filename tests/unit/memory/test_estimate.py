@@ -11,7 +11,8 @@ from qwen21 import system_memory
 from qwen21.checkpoint.fp8_policy import Fp8
 from qwen21.checkpoint.load import find_dit, find_encoder, find_folder, find_vae, load
 from qwen21.config.networks import DiTConfig, EncoderConfig, TextConfig, VisionConfig
-from qwen21.inputs.prompt import TokenLayout, vision_patches
+from qwen21.inputs.prompt import TokenLayout
+from qwen21.inputs.references import vision_patches
 from qwen21.memory import estimate
 from qwen21.models import dit as dit_module
 from qwen21.models.dit import DiT

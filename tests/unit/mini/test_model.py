@@ -10,7 +10,8 @@ import torch
 
 from qwen21 import mini
 from qwen21.checkpoint.load import find_folder
-from qwen21.inputs.prompt import SYSTEM_PROMPT, layout_tokens, vision_patches
+from qwen21.inputs.prompt import SYSTEM_PROMPT, layout_tokens
+from qwen21.inputs.references import vision_patches
 from qwen21.inputs.tokenizer import load_tokenizer
 from qwen21.mini.world import Scene, draw, random_task
 from qwen21.request import Request, resolve_request

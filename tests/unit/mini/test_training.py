@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from qwen21.checkpoint.load import module_of
-from qwen21.inputs.prompt import Reference, layout_tokens, vision_patches
+from qwen21.inputs.prompt import layout_tokens
+from qwen21.inputs.references import Reference, vision_patches
 from qwen21.inputs.tokenizer import load_tokenizer
 from qwen21.mini import model
 from qwen21.mini.training import dit as train_dit

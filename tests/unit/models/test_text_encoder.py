@@ -11,7 +11,8 @@ from PIL import Image
 
 from qwen21.config.networks import EncoderConfig, TextConfig, VisionConfig
 from qwen21.errors import Cancelled, UserError
-from qwen21.inputs.prompt import Reference, layout_tokens, vision_patches
+from qwen21.inputs.prompt import layout_tokens
+from qwen21.inputs.references import Reference, vision_patches
 from qwen21.inputs.tokenizer import load_tokenizer
 from qwen21.models import text_encoder as encoder_module
 from qwen21.models.text_encoder import UNUSED_WEIGHTS, TextEncoder

@@ -15,7 +15,7 @@ from qwen21 import manifest
 from qwen21.checkpoint import load
 from qwen21.checkpoint.load import ModelFiles, find_folder
 from qwen21.errors import Cancelled
-from qwen21.inputs.prompt import prepare_references
+from qwen21.inputs.references import prepare_references
 from qwen21.inputs.tokenizer import load_tokenizer
 from qwen21.models.dit import DiT
 from qwen21.pipeline import Pipeline, Request, Watch
@@ -60,7 +60,7 @@ def folder(model, tmp_path, monkeypatch, read):
     """A model of one's own, to be changed."""
     monkeypatch.setattr(load, "load", read)
     monkeypatch.setattr(Pipeline, "_decode", lambda self, latent, watch: [])
-    monkeypatch.setattr(ModelFiles, "check", lambda self, encodes: None)  # the files are whole
+    monkeypatch.setattr(ModelFiles, "check", lambda self, **what: None)  # the files are whole
     monkeypatch.setattr(manifest, "library_versions", dict)
     return shutil.copytree(model, tmp_path / "model")
 

@@ -25,8 +25,8 @@ from qwen21.prefix import (
     stored_prefix,
 )
 from tests.support import tiny
-from tests.support.fake_cuda import FakeCudaTensor
 from tests.support.fake_kv_blocks import BYTES, CPU, CUDA, MODEL, FakeKVBlock
+from tests.support.ram_gpu import OnGpu, ram_gpu
 
 WIDTH = 8
 LAYERS = 2
@@ -304,14 +304,15 @@ def test_what_is_placed_on_the_device_fits_beside_a_step(dit, monkeypatch, free)
     store.add(replace(MODEL, patches="x"), ["other"], [other])
     for kv_block in (*head, other):
         kv_block.at = CUDA
-    on_device = replace(given, text=given.text.as_subclass(FakeCudaTensor))  # a full hit computes nothing with it
+    on_device = replace(given, text=OnGpu(given.text))  # a full hit computes nothing with it
 
     def room():
         return capacity - store.nbytes(CUDA)
 
     monkeypatch.setattr("qwen21.pipeline.free_bytes", lambda device: room())
     pipeline = Pipeline(None, device=CUDA, store=store)
-    prefix, _ = through(store, dit, on_device, place=pipeline.placement(working).place)
+    with ram_gpu():
+        prefix, _ = through(store, dit, on_device, place=pipeline.placement(working).place)
     assert prefix.kv_blocks == head
     assert {kv_block.at for kv_block in head} == {CPU} or room() >= working
 

@@ -1,4 +1,4 @@
-"""Carrying K and V: the buffer in RAM and its pages, layers read one after another, KV blocks moved, and attention."""
+"""Carrying K and V: the buffer in RAM and its pages, layers read one after another, and KV blocks moved."""
 
 from __future__ import annotations
 
@@ -8,18 +8,27 @@ from pathlib import Path
 import pytest
 import torch
 
-from qwen21.ops.attention import prefixed_attention
 from qwen21.prefix import CODECS, Codec, KVBlock, LayerReader, host_memory
 from qwen21.prefix.host_memory import ALIGNMENT, HostBuffer, same_device
-from tests.support.fake_cuda import CUDA, FakeCuda, as_plain, to_cuda
+from tests.support.ram_gpu import CUDA, OnGpu, ram_gpu
 
 CPU = torch.device("cpu")
 H, D = 2, 16
 
 
 @pytest.fixture
-def cuda(monkeypatch):
-    return FakeCuda(monkeypatch)
+def cuda():
+    with ram_gpu() as gpu:
+        yield gpu
+
+
+def to_cuda(tensor):
+    """A copy on the device, which is not part of the log."""
+    return OnGpu(tensor.clone())
+
+
+def as_plain(tensor):
+    return tensor.ram if isinstance(tensor, OnGpu) else tensor
 
 
 def normal(*shape, seed=0, dtype=torch.float32):
@@ -135,32 +144,32 @@ def test_memory_goes_back_to_the_system_with_the_last_tensor(monkeypatch):
 def test_pages_are_locked_once_and_unlocked_with_the_last_tensor(cuda):
     buffer = HostBuffer(1000, CUDA)
     address = buffer._data.data_ptr()
-    assert cuda.registered == [(address, 1000)]
+    assert cuda.locked == [(address, 1000)]
     copy = buffer.take(to_cuda(normal(7)))
     del buffer
-    assert cuda.unregistered == []
+    assert cuda.unlocked == []
     assert torch.equal(copy, normal(7))
     del copy
-    assert cuda.unregistered == [address]
-    assert len(cuda.registered) == 1
+    assert cuda.unlocked == [address]
+    assert len(cuda.locked) == 1
 
 
-def test_refused_pages_work_and_are_not_unlocked(monkeypatch):
-    cuda = FakeCuda(monkeypatch, refuse=True)
-    buffer = HostBuffer(1000, CUDA)
-    copy = buffer.take(to_cuda(normal(7)))
-    buffer.synchronize()
-    assert torch.equal(copy, normal(7))
-    assert len(cuda.registered) == 1
-    assert (cuda.streams, cuda.log) == (0, [])
-    del buffer, copy
-    assert cuda.unregistered == []
+def test_refused_pages_work_and_are_not_unlocked():
+    with ram_gpu(refuses_locks=True) as cuda:
+        buffer = HostBuffer(1000, CUDA)
+        copy = buffer.take(to_cuda(normal(7)))
+        buffer.synchronize()
+        assert torch.equal(copy, normal(7))
+        assert len(cuda.locked) == 1
+        assert (cuda.streams, cuda.log) == (0, [("main", "copies to", "cpu")])
+        del buffer, copy
+    assert cuda.unlocked == []
 
 
 def test_nothing_is_locked_for_other_devices(cuda):
     HostBuffer(1000, CPU).synchronize()
     HostBuffer(1000, torch.device("meta")).synchronize()
-    assert (cuda.registered, cuda.unregistered, cuda.log) == ([], [], [])
+    assert (cuda.locked, cuda.unlocked, cuda.log) == ([], [], [])
 
 
 def test_copies_wait_for_what_they_copy_and_are_waited_for(cuda):
@@ -173,8 +182,7 @@ def test_copies_wait_for_what_they_copy_and_are_waited_for(cuda):
     assert cuda.log == [*copied, *copied, ("side 1", "settled")]
 
 
-# --- KV blocks
-# ---------------------------------------------------------------------------------------------------------
+# --- KV blocks -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -191,13 +199,13 @@ def test_a_unit_moves_there_and_back(cuda, codec):
             assert all(torch.equal(raw(a), b) for a, b in zip(parts_of(kv_block), before, strict=True))
             assert equal(decoded(kv_block), expected)
             assert device == CUDA or cuda.log[-1][1:] == ("settled",)
-    assert sorted(cuda.unregistered) == sorted(address for address, _ in cuda.registered)  # none outlives its KV block
+    assert sorted(cuda.unlocked) == sorted(address for address, _ in cuda.locked)  # none outlives its KV block
 
 
 def test_a_moved_unit_lies_in_one_buffer_of_its_size(cuda):
     kv_block = sent(kv_block_of("int8")[0])
     kv_block.move(CPU)
-    ((address, nbytes),) = cuda.registered
+    ((address, nbytes),) = cuda.locked
     assert nbytes == room(kv_block)
     assert all(address <= part.data_ptr() < address + nbytes for part in parts_of(kv_block))
 
@@ -213,7 +221,7 @@ def test_a_unit_is_stored_away_layer_by_layer(cuda, monkeypatch, codec):
         k, v = (to_cuda(normal(1, H, 9, D, seed=2 * layer + side)) for side in (0, 1))
         kv_block.append(k, v, CPU, 3)
     assert {part.device for part in parts_of(kv_block)} == {CPU}
-    assert [nbytes for _, nbytes in cuda.registered] == [room(kv_block)]
+    assert [nbytes for _, nbytes in cuda.locked] == [room(kv_block)]
     assert ("side 1", "settled") not in cuda.log
     kv_block.synchronize()
     assert cuda.log[-1] == ("side 1", "settled")
@@ -226,7 +234,7 @@ def test_a_unit_that_is_there_already_stays_as_it_is(cuda, there):
     parts = parts_of(kv_block)
     kv_block.move("cuda" if there else "cpu")
     assert all(a is b for a, b in zip(parts_of(kv_block), parts, strict=True))
-    assert (cuda.log, cuda.registered) == ([], [])
+    assert (cuda.log, cuda.locked) == ([], [])
 
 
 def test_a_unit_without_layers_stays():
@@ -289,7 +297,9 @@ def test_units_on_the_device_are_read_where_they_lie(cuda):
     kv_block = sent(kv_block_of()[0])
     reader = LayerReader([kv_block], CUDA, torch.float32)
     for layer in range(3):
-        assert [x.data_ptr() for x in reader(layer)[0]] == [parts[0].data_ptr() for parts in kv_block.layers[layer]]
+        assert [as_plain(x).data_ptr() for x in reader(layer)[0]] == [
+            as_plain(parts[0]).data_ptr() for parts in kv_block.layers[layer]
+        ]
     assert (cuda.streams, cuda.log) == (0, [])
 
 
@@ -301,48 +311,3 @@ def test_a_reader_goes_on_while_its_units_move(cuda, after):
     kv_block.move(CUDA)
     got += [reader(layer)[0] for layer in range(after, 3)]
     assert equal(got, expected)
-
-
-# --- attention over [prefix, target] ---------------------------------------------------------------------------------
-
-
-def plain(q, k, v, prefix):
-    """Softmax attention in float64 over the prefix, expanded to the batch, and the target."""
-    batch = len(q)
-    keys = torch.cat([*(k_.expand(batch, -1, -1, -1) for k_, _ in prefix), k], dim=2).double()
-    values = torch.cat([*(v_.expand(batch, -1, -1, -1) for _, v_ in prefix), v], dim=2).double()
-    weights = (q.double() @ keys.transpose(2, 3) / q.shape[-1] ** 0.5).softmax(-1)
-    return weights @ values
-
-
-@pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("pieces", [(), (1,), (5, 1, 8)])
-@pytest.mark.parametrize(("dtype", "close"), [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
-def test_a_batch_attends_to_one_prefix_as_if_it_were_expanded(batch, pieces, dtype, close):
-    q, k, v = (normal(batch, H, 4, D, seed=i, dtype=dtype) for i in range(3))
-    prefix = [tuple(normal(1, H, n, D, seed=10 * n + side, dtype=dtype) for side in (3, 4)) for n in pieces]
-    inputs = [q, k, v, *(x for piece in prefix for x in piece)]
-    before = [x.clone() for x in inputs]
-    got = prefixed_attention(q, k, v, prefix)
-    assert (got.shape, got.dtype) == (q.shape, dtype)
-    assert (got.double() - plain(q, k, v, prefix)).abs().max() < close
-    assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
-
-
-def test_a_batch_holds_its_prefix_once():
-    """Rows go through one buffer: never more than one copy of the prefix beside the stored one."""
-    shapes, buffers, rows = [], set(), []
-
-    def attend(q, k, v, *, mask=None, causal=False):
-        assert mask is None and not causal
-        shapes.append(tuple(k.shape))
-        buffers.add((k.data_ptr(), v.data_ptr()))
-        rows.append((k[:, :, -4:].clone(), v[:, :, -4:].clone()))
-        return q
-
-    q, k, v = (normal(3, H, 4, D, seed=i) for i in range(3))
-    prefix = [(normal(1, H, 5, D, seed=4), normal(1, H, 5, D, seed=5))]
-    assert torch.equal(prefixed_attention(q, k, v, prefix, attend=attend), q)
-    assert shapes == [(1, H, 9, D)] * 3
-    assert len(buffers) == 1
-    assert equal(rows, zip(k.split(1), v.split(1), strict=True))
