@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,11 +30,12 @@ EMBEDDING = "embed_tokens.weight"  # the end of its name; only the rows that are
 FLOATS = {"BF16": "bf16", "F16": "fp16", "F32": "fp32", "F64": "fp64"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # dtypes that networks are loaded in
 
-# Formats that are not read, by tensors that only they have. An ending with a leading dot is a key's whole last part.
+# Formats that are not read, or not without markers, by tensors that only they have. An ending with a leading dot is a
+# key's whole last part.
 FOREIGN_ENDINGS = {
-    ".weight_scale_2": "nvfp4",
-    ".weight_s_rel": "w4a8",
-    ".weight_s_channel": "w4a8",
+    ".weight_scale_2": "nvfp4 without markers",
+    ".weight_s_rel": "w4a8 without markers",
+    ".weight_s_channel": "w4a8 without markers",
     ".weight_scale_inv": "fp8 with a scale per block",
     ".wscales": "SVDQuant (Nunchaku)",
     ".smooth_factor": "SVDQuant (Nunchaku)",
@@ -95,10 +96,12 @@ def storage_of(checkpoint: Checkpoint) -> Storage:
         foreign = _foreign(tensors, markers)
         if foreign:
             return Storage(tensors, foreign=foreign)
+        _check_markers(tensors, markers)
         own = {key: info for key, info in tensors.items() if not _is_companion(tensors, key)}
         found = {key: recognise(key, tensors, markers.get(key.removesuffix(".weight"), {})) for key in own}
         packings = {key: packing for key, packing in found.items() if packing}
-        _check_companions(tensors, packings, markers)
+        own |= {key: replace(own[key], shape=packing.shape) for key, packing in packings.items()}
+        _check_scales(tensors, packings)
     except UserError as error:
         return Storage(tensors, damage=str(error))
     return Storage(own, packings)
@@ -111,16 +114,18 @@ def _is_companion(tensors: Tensors, key: str) -> bool:
     return any(key.endswith(end) and key.removesuffix(end) + ".weight" in tensors for end in COMPANIONS)
 
 
-def _check_companions(
-    tensors: Tensors, packings: Mapping[str, WeightFormat], markers: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """Refuse markers and scales that contradict their weights, because they would silently give a wrong picture."""
+def _check_markers(tensors: Tensors, markers: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse markers that contradict their weights, because they would silently give a wrong picture."""
     for layer, marker in markers.items():
         info, named = tensors.get(f"{layer}.weight"), format_named(marker["format"])
         if info and named and named.MARKERS[marker["format"]] != info.dtype:
             raise UserError(
                 f"{short(layer)} is marked as {marker['format']} but stored as {info.dtype}; download the file again"
             )
+
+
+def _check_scales(tensors: Tensors, packings: Mapping[str, WeightFormat]) -> None:
+    """Refuse scales of weights that are not quantized."""
     for key in tensors:
         end = next((end for end in COMPANIONS if key.endswith(end)), None)
         weight = f"{key.removesuffix(end)}.weight" if end else ""
@@ -137,13 +142,14 @@ def _foreign(tensors: Tensors, markers: Mapping[str, Mapping[str, Any]]) -> str:
             return printable(marker["format"]) if isinstance(marker.get("format"), str) else "an unnamed format"
     for key in tensors:
         for end, name in FOREIGN_ENDINGS.items():
-            if key.endswith(end):
+            if key.endswith(end) and key.removesuffix(end) not in markers:
                 return name
         for part, name in FOREIGN_PARTS.items():
             if part in key:
                 return name
     # Keys that scale a weight identify its format, whichever of the two a file lists first.
-    packed = [key for key, info in tensors.items() if key.endswith(".weight") and len(info.shape) >= 2]
+    weights = (key for key, info in tensors.items() if key.endswith(".weight") and len(info.shape) >= 2)
+    packed = [key for key in weights if key.removesuffix(".weight") not in markers]
     named = [name for key in packed if (name := _by_scale(tensors, key))]
     others = (key for key in packed if not any(each.matches(key, tensors) for each in FORMATS))
     unknown = [tensors[key].dtype for key in others if tensors[key].dtype not in FLOATS]
@@ -156,8 +162,8 @@ def _by_scale(tensors: Tensors, key: str) -> str:
     scales = {tensors[layer + end].dtype for end in COMPANIONS if layer + end in tensors}
     four_bits = tensors[key].dtype in ("U8", "I8")  # two values per byte
     if scales & {"F8_E8M0", "U8"}:
-        return "mxfp4" if four_bits else "mxfp8"
-    return "nvfp4" if four_bits and "F8_E4M3" in scales else ""
+        return "mxfp4" if four_bits else "mxfp8 without markers"
+    return "nvfp4 without markers" if four_bits and "F8_E4M3" in scales else ""
 
 
 def _markers(checkpoint: Checkpoint) -> dict[str, Mapping[str, Any]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -135,8 +136,16 @@ class Weights:
 
 
 def check_storage(plain: nn.Module, part: Component) -> None:
-    """Refuse weights whose dtype no network accepts: quantized norms, and integers without a quantization marker."""
+    """Refuse weights whose dtype no network accepts: quantized norms, and integers without a quantization marker; and
+    formats whose package is not installed."""
     tensors, packings = part.checkpoint.tensors, part.identity.packings
+    for packing in {type(packing): packing for packing in packings.values()}.values():
+        if packing.PACKAGE and find_spec(packing.PACKAGE) is None:
+            name = packing.PACKAGE.replace("_", "-")
+            raise UserError(
+                f"{part.checkpoint.path}: its weights are {packing.title}, which needs the package {name}; install it "
+                f"(pip install {name}), or take another file of this model"
+            )
     for path, layer in plain.named_modules():
         for leaf, _ in layer.named_parameters(recurse=False):
             key = part.identity.sources[f"{path}.{leaf}"].key

@@ -30,8 +30,17 @@ DITS = {
     "fp8 by tensor": (0.01, "fp8 scaled"),
     "fp8 by tensor, old spelling": (0.01, "fp8 scaled"),
     "fp8 plain": (0.01, "fp8"),
+    "w4a8": (0.05, "w4a8"),
+    "convrot_w4a4": (0.1, "convrot_w4a4"),
+    "nvfp4": (0.05, "nvfp4"),
+    "mxfp8": (0.01, "mxfp8"),
 }
-ENCODERS = {"int8_convrot": (0.06, "int8_convrot"), "int8 by tensor": (0.08, "int8"), "fp8 plain": (0.2, "fp8")}
+ENCODERS = {
+    "int8_convrot": (0.06, "int8_convrot"),
+    "int8 by tensor": (0.08, "int8"),
+    "fp8 plain": (0.2, "fp8"),
+    "w4a8": (0.5, "w4a8"),
+}
 
 
 def relative(got, expected):
@@ -62,7 +71,8 @@ def source(comfy):
 def quantized(comfy, request):
     """(layout, file, file of the numbers its codes stand for) in the folder of a slot."""
     folder, source, layout = request.param
-    path, dense = quantize(comfy.models / folder / source, f"quantized_{len(layout)}_{source}", layout)
+    name = f"{layout.replace(' ', '_').replace(',', '')}_{source}"  # one for each, as loaders are cached by it
+    path, dense = quantize(comfy.models / folder / source, name, layout)
     if folder == "text_encoders":
         write_tokenizer(path.with_suffix(""), VOCABULARY)
     yield layout, path, dense

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import comfy_kitchen
 import torch
 from comfy_kitchen.backends.eager import quantization as kitchen
 from safetensors.torch import save_file
@@ -78,6 +79,81 @@ def fp8(pieces: Pieces, group: int) -> Tensor:
     return kitchen.dequantize_per_tensor_fp8(pieces["weight"], scale, torch.float32)
 
 
+def w4a8(weight: Tensor, group: int) -> Pieces:
+    data, relative, channel, correction, codebook = comfy_kitchen.quantize_w4a8_int8_weight(
+        weight, convrot_groupsize=group
+    )
+    pieces = {"weight": data, "weight_s_rel": relative, "weight_s_channel": channel}
+    extra = {"weight_correction": correction, "weight_codebook": codebook}
+    return pieces | {name: tensor for name, tensor in extra.items() if tensor is not None}
+
+
+def from_w4a8(pieces: Pieces, group: int) -> Tensor:
+    return comfy_kitchen.dequantize_w4a8_int8_weight(
+        pieces["weight"],
+        pieces["weight_s_rel"],
+        pieces["weight_s_channel"],
+        pieces.get("weight_codebook"),
+        pieces.get("weight_correction"),
+        convrot_groupsize=group,
+        output_dtype=torch.float32,
+    )
+
+
+def w4a8_asymmetric(weight: Tensor, group: int) -> Pieces:
+    """Without a codebook, with a correction for each group, and scales in fp32."""
+    data, relative, channel, correction, _ = comfy_kitchen.quantize_w4a8_int8_weight(
+        weight, convrot_groupsize=group, symmetric=False, codebook=False, scale_dtype=torch.float32
+    )
+    return {
+        "weight": data, "weight_s_rel": relative, "weight_s_channel": channel, "weight_correction": correction
+    }  # fmt: skip
+
+
+def w4a4(weight: Tensor, group: int) -> Pieces:
+    data, scale = comfy_kitchen.quantize_convrot_w4a4_weight(weight, group)
+    return {"weight": data, "weight_scale": scale}
+
+
+def from_w4a4(pieces: Pieces, group: int) -> Tensor:
+    return comfy_kitchen.dequantize_convrot_w4a4_weight(pieces["weight"], pieces["weight_scale"], group)
+
+
+def nvfp4(weight: Tensor, group: int) -> Pieces:
+    scale = weight.abs().max() / (448 * 6)
+    data, blocks = comfy_kitchen.quantize_nvfp4(weight, scale)
+    return {"weight": data, "weight_scale": blocks, "weight_scale_2": scale}
+
+
+def from_nvfp4(pieces: Pieces, group: int) -> Tensor:
+    return comfy_kitchen.dequantize_nvfp4(
+        pieces["weight"], pieces["weight_scale_2"], pieces["weight_scale"].view(E4M3), torch.float32
+    )
+
+
+def nvfp4_in_bytes(weight: Tensor, group: int) -> Pieces:
+    pieces = nvfp4(weight, group)
+    return pieces | {"weight_scale": pieces["weight_scale"].view(torch.uint8)}
+
+
+def mxfp8(weight: Tensor, group: int) -> Pieces:
+    data, blocks = comfy_kitchen.quantize_mxfp8(weight)
+    return {"weight": data, "weight_scale": blocks.view(torch.uint8)}
+
+
+def from_mxfp8(pieces: Pieces, group: int) -> Tensor:
+    scale = pieces["weight_scale"].view(torch.float8_e8m0fnu)
+    return comfy_kitchen.dequantize_mxfp8(pieces["weight"], scale, torch.float32)
+
+
+def w4a8_marker(group: int) -> dict:
+    return {"format": "asym_w4a8_int8", "group_size": 16, "convrot_groupsize": group}
+
+
+def w4a4_marker(group: int) -> dict:
+    return {"format": "convrot_w4a4", "convrot_groupsize": group}
+
+
 def int8_marker(group: int) -> dict:
     return {"format": "int8_tensorwise"}
 
@@ -107,6 +183,12 @@ LAYOUTS = {
     "fp8 plain": Layout(plain(E4M3), fp8),
     "fp8 plain, marked": Layout(plain(E4M3), fp8, fp8_marker),
     "fp8 plain E5M2": Layout(plain(E5M2), fp8),
+    "w4a8": Layout(w4a8, from_w4a8, w4a8_marker),
+    "w4a8, asymmetric": Layout(w4a8_asymmetric, from_w4a8, w4a8_marker),
+    "convrot_w4a4": Layout(w4a4, from_w4a4, w4a4_marker),
+    "nvfp4": Layout(nvfp4, from_nvfp4, lambda group: {"format": "nvfp4"}),
+    "nvfp4, scales as bytes": Layout(nvfp4_in_bytes, from_nvfp4, lambda group: {"format": "nvfp4"}),
+    "mxfp8": Layout(mxfp8, from_mxfp8, lambda group: {"format": "mxfp8"}),
 }
 
 

@@ -35,6 +35,12 @@ BOUNDS = {
     "fp8 plain": (0.01, "fp8"),
     "fp8 plain, marked": (0.01, "fp8"),
     "fp8 plain E5M2": (0.02, "fp8"),
+    "w4a8": (0.05, "w4a8"),
+    "w4a8, asymmetric": (0.05, "w4a8"),
+    "convrot_w4a4": (0.1, "convrot_w4a4"),
+    "nvfp4": (0.05, "nvfp4"),
+    "nvfp4, scales as bytes": (0.05, "nvfp4"),
+    "mxfp8": (0.01, "mxfp8"),
 }
 
 
@@ -81,7 +87,7 @@ def test_a_transformer_paints_as_its_source(model, singles, source, tmp_path, na
     assert len(layers) == 2 * 7  # four of the attention, three of the MLP, in two blocks
     latents = paint(model, singles, dit=path)
     lossless = paint(model, singles, dit=write(tmp_path / "dense.safetensors", dense))
-    if "convrot" in name:  # here the activation is rotated, not the weight
+    if "int8_convrot" in name:  # here the activation is rotated, not the weight
         assert relative(latents, lossless) < 1e-5
     else:
         assert torch.equal(latents, lossless)
@@ -240,9 +246,13 @@ BROKEN = {
     "group true": ({f"{LAYER}.comfy_quant": marker(convrot=True, convrot_groupsize=True)}, "no rotation known"),
     "group 1024": ({f"{LAYER}.comfy_quant": marker(convrot=True, convrot_groupsize=1024)}, "do not divide its shape"),
     "rotation maybe": ({f"{LAYER}.comfy_quant": marker(convrot="yes")}, "no rotation known"),
-    "other format": ({f"{LAYER}.comfy_quant": marker(format="nvfp4")}, "quantized as nvfp4, which this pack does not"),
-    "w4a8": ({f"{LAYER}.comfy_quant": marker(format="asym_w4a8_int8")}, "quantized as asym_w4a8_int8"),
-    "half packed": ({f"{LAYER}.weight": torch.zeros(256, 128, dtype=torch.uint8)}, "an unknown form of dtype U8"),
+    "other format": ({f"{LAYER}.comfy_quant": marker(format="nf4")}, "quantized as nf4, which this pack does not"),
+    "no nvfp4": ({f"{LAYER}.comfy_quant": marker(format="nvfp4")}, "marked as nvfp4 but stored as I8"),
+    "no w4a8": ({f"{LAYER}.comfy_quant": marker(format="asym_w4a8_int8")}, "w4a8 but has no weight_s_rel"),
+    "half packed": (
+        {f"{LAYER}.weight": torch.zeros(256, 128, dtype=torch.uint8)},
+        "marked as int8_tensorwise but stored as U8",
+    ),
 }
 
 
@@ -282,8 +292,8 @@ def test_attention_markers_and_scales_of_activations_are_let_be(quantized):
 
 
 FOREIGN = {
-    ".weight_scale_2": "nvfp4",
-    ".weight_s_rel": "w4a8",
+    ".weight_scale_2": "nvfp4 without markers",
+    ".weight_s_rel": "w4a8 without markers",
     ".weight_scale_inv": "fp8 with a scale per block",
     ".wscales": "SVDQuant",
     ".qweight": "GPTQ or AWQ",
