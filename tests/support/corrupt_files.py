@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import signal
 import struct
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
+from qwen21.checkpoint.load import check, find_dit, find_encoder, find_vae, load
 from qwen21.checkpoint.open_file import open_checkpoint
+from qwen21.cli.inspect import inspect_report
 from qwen21.errors import UserError
 
 
@@ -52,3 +57,52 @@ def at_most(seconds):
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+ALLOWED = 300 * 2**20  # bytes beyond what is in use; damaged headers speak of 2**30 and more
+OPENERS = {"dit": find_dit, "encoder": find_encoder, "vae": find_vae}
+WATCHES_MEMORY = pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="watches memory by Linux's /proc"
+)
+
+
+def kilobytes(field):
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0])
+
+
+@contextmanager
+def little_memory(path):
+    """At most `ALLOWED` bytes more are asked for beside the file's mappings, and at most so many are used.
+
+    What is asked for in vain raises something else than a `UserError`, so the test sees it.
+    """
+    Path("/proc/self/clear_refs").write_text("5")  # the highest use so far starts anew
+    before, used = resource.getrlimit(resource.RLIMIT_AS), kilobytes("VmRSS")
+    limit = 1024 * kilobytes("VmSize") + 3 * path.stat().st_size + ALLOWED
+    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert 1024 * (kilobytes("VmHWM") - used) < ALLOWED
+
+
+def use(slot, path, fp8):
+    """Everything that is done with a file. Returns the words it was refused with, or none."""
+    text = describe_or_refuse(path)
+    try:
+        part = OPENERS[slot](path)
+        check(part)
+        load(part, torch.float32, fp8=fp8)
+    except UserError as error:
+        return str(error)
+    assert "complete     yes" in text
+    return ""
+
+
+def describe_or_refuse(path):
+    try:
+        return inspect_report(path)
+    except UserError as error:
+        return str(error)

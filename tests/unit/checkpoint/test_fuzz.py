@@ -1,11 +1,8 @@
 """300 damaged checkpoints, always the same ones: each is read or refused in one line, soon, and without much memory."""
 
 import json
-import os
 import random
-import resource
 import struct
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,16 +10,13 @@ import torch
 
 from qwen21.checkpoint.container import DTYPE_BYTES
 from qwen21.checkpoint.fp8_policy import Fp8
-from qwen21.checkpoint.load import check, find_dit, find_encoder, find_vae, load
-from qwen21.cli.inspect import inspect_report
-from qwen21.errors import UserError
 from tests.support import tiny
-from tests.support.corrupt_files import at_most
+from tests.support.corrupt_files import WATCHES_MEMORY, at_most, little_memory, use
 from tests.support.tiny_quant import LAYOUTS, block_linear, pack, write
 
 COUNT, BATCHES = 300, 10
-ALLOWED = 300 * 2**20  # bytes beyond what is in use; damaged headers speak of 2**30 and more
-OPENERS = {"dit": find_dit, "encoder": find_encoder, "vae": find_vae}
+QUANTIZED = ("int8_convrot", "int8_convrot, marked in the header", "fp8 by tensor, old spelling", "fp8 by rows", "w4a8",
+             "convrot_w4a4", "nvfp4", "mxfp8")  # fmt: skip
 NUMBERS = (0, 1, 2, 3, 255, 257, 2**16, 2**31, 2**40, 2**63, 10**30, -1, 1.5, True, None, "7", [], {})
 NAMES = (
     "",
@@ -35,7 +29,8 @@ NAMES = (
     "transformer_blocks.0.",
     "__metadata__",
 )
-MARKERS = ("{}", "[]", "nonsense", '{"format": 3}', '{"format": "int8_tensorwise", "convrot": 7}', "[" * 4000)
+MARKERS = ("{}", "[]", "nonsense", '{"format": 3}', '{"format": "int8_tensorwise", "convrot": 7}', "[" * 4000,
+           '{"format": "asym_w4a8_int8", "group_size": 7}', '{"format": "nvfp4"}', '{"format": "mxfp8"}')  # fmt: skip
 
 
 class Damaged:
@@ -199,7 +194,7 @@ def sources(tmp_path_factory):
     plain = model.single_files(folder, "diffusion_model.", torch.bfloat16)
     dit = tiny.comfy_dit(model.transformer.state_dict(), "diffusion_model.")
     found = [("dit", plain["dit"]), ("vae", plain["vae"]), ("encoder", plain["encoder"])]
-    for name in ("int8_convrot", "int8_convrot, marked in the header", "fp8 by tensor, old spelling", "fp8 by rows"):
+    for name in QUANTIZED:
         tensors, metadata, _ = pack(dit, LAYOUTS[name], prefix="diffusion_model.")
         found.append(("dit", write(folder / f"{len(found)}.safetensors", tensors, metadata)))
     encoder = tiny.comfy_encoder(model.text_encoder.state_dict())
@@ -207,49 +202,7 @@ def sources(tmp_path_factory):
     return [*found, ("encoder", write(folder / "encoder.safetensors", tensors, metadata))]
 
 
-def kilobytes(field):
-    status = Path("/proc/self/status").read_text()
-    return int(status.split(f"{field}:")[1].split()[0])
-
-
-@contextmanager
-def little_memory(path):
-    """At most `ALLOWED` bytes more are asked for beside the file's mappings, and at most so many are used.
-
-    What is asked for in vain raises something else than a `UserError`, so the test sees it.
-    """
-    Path("/proc/self/clear_refs").write_text("5")  # the highest use so far starts anew
-    before, used = resource.getrlimit(resource.RLIMIT_AS), kilobytes("VmRSS")
-    limit = 1024 * kilobytes("VmSize") + 3 * path.stat().st_size + ALLOWED
-    resource.setrlimit(resource.RLIMIT_AS, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
-    assert 1024 * (kilobytes("VmHWM") - used) < ALLOWED
-
-
-def use(slot, path, fp8):
-    """Everything that is done with a file. Returns the words it was refused with, or none."""
-    text = describe_or_refuse(path)
-    try:
-        part = OPENERS[slot](path)
-        check(part)
-        load(part, torch.float32, fp8=fp8)
-    except UserError as error:
-        return str(error)
-    assert "complete     yes" in text
-    return ""
-
-
-def describe_or_refuse(path):
-    try:
-        return inspect_report(path)
-    except UserError as error:
-        return str(error)
-
-
-@pytest.mark.skipif(not os.access("/proc/self/clear_refs", os.W_OK), reason="watches memory by Linux's /proc")
+@WATCHES_MEMORY
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_damaged_files_are_refused_in_one_line(sources, tmp_path, batch):
     refused = 0
