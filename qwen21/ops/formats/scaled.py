@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ...config.validate import short
 from ...errors import UserError
-from ..linear import linear
-from .base import PackedWeight, StoredTensors, WeightFormat, WeightReader
+from .base import PackedWeight, StoredTensors, WeightFormat, WeightReader, product_by_rows
 from .hadamard import hadamard_rotate
 
 SCALES = (".weight_scale", ".scale_weight")
@@ -67,7 +66,12 @@ class ScaledWeight(PackedWeight):
     def matmul(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         if self.rotation is not None:
             x = hadamard_rotate(x, self.rotation)
-        return linear(x, self.scaled(x.dtype), None if bias is None else bias.to(x.dtype))
+        by_row = self.scale is not None and len(self.scale) > 1
+
+        def rows(part: slice) -> Tensor:
+            return replace(self, data=self.data[part], scale=self.scale[part] if by_row else self.scale).scaled(x.dtype)
+
+        return product_by_rows(x, self.shape, rows, bias)
 
     def rows_at(self, ids: Tensor) -> Tensor:
         rows = F.embedding(ids, self.data).float()
