@@ -64,17 +64,17 @@ class Qwen21Schedule(io.ComfyNode):
 
     @classmethod
     def execute(cls, schedule, steps, denoise, width, height, model=None, latent=None):
-        from ..qwen21.sampling.schedule import make_schedule, turbo_warnings
+        from ..qwen21.sampling.few_steps import distilled_warnings
         from .bridge.latents import canvas, empty_latent
-        from .bridge.lora import turbo_loras
+        from .bridge.lora import distilled_loras
         from .notices import tell
-        from .sample import resolve_schedule
+        from .sample import released_schedule, resolve_schedule
 
         check_choices(schedule=(schedule, SCHEDULES))
         samples, _ = canvas(latent or empty_latent(width, height, batch=1))
         tokens = samples.shape[-1] * samples.shape[-2]
-        kind, config = resolve_schedule(schedule, model)
-        steps = None if kind == "turbo" else steps
-        chosen = make_schedule(kind, tokens, steps=steps, denoise=denoise, config=config)
-        tell(turbo_warnings(kind, chosen.steps, 1.0, turbo_loras(model)))
+        kind, _ = resolve_schedule(schedule, model)
+        few = schedule == "auto" and distilled_loras(model)
+        chosen = released_schedule(schedule, model, tokens, None if few or kind == "turbo" else steps, denoise)
+        tell([*chosen.warnings, *distilled_warnings(chosen.kind, chosen.steps, 1.0, distilled_loras(model))])
         return io.NodeOutput(chosen.sigmas)

@@ -31,11 +31,19 @@ class Qwen21LoadLoRA(io.ComfyNode):
                     step=0.01,
                     tooltip="How much of it: 1 as trained, 0 nothing, negative values subtract.",
                 ),
+                io.Latent.Input(
+                    "latent", optional=True, tooltip="Its size is that of the output sigmas; 1024x1024 without it."
+                ),
             ],
             outputs=[
                 io.Model.Output("model", display_name="model", tooltip="The model with the LoRA."),
                 io.String.Output(
                     "report", display_name="report", tooltip="Layers that matched by kind, and names that did not."
+                ),
+                io.Sigmas.Output(
+                    "sigmas",
+                    display_name="sigmas",
+                    tooltip="The schedule of a LoRA made for few steps, else the model's own.",
                 ),
             ],
         )
@@ -45,13 +53,18 @@ class Qwen21LoadLoRA(io.ComfyNode):
         return True if host.listed("lora", file) else f"{file!r} is not in models/loras"
 
     @classmethod
-    def execute(cls, base_model, file, strength):
+    def execute(cls, base_model, file, strength, latent=None):
+        from ..qwen21.inputs.references import DEFAULT_RESOLUTION
+        from .bridge.latents import canvas, empty_latent
         from .bridge.lora import with_lora
+        from .sample import released_schedule
 
         model, lora = with_lora(base_model, host.find("lora", file), strength)
         tell(lora.warnings)
         text = report(lora, file, strength)
-        return io.NodeOutput(model, text, ui=shown(text, lora.warnings))
+        samples, _ = canvas(latent or empty_latent(DEFAULT_RESOLUTION, DEFAULT_RESOLUTION, batch=1))
+        sigmas = released_schedule("auto", model, samples.shape[-1] * samples.shape[-2], None, 1.0).sigmas
+        return io.NodeOutput(model, text, sigmas, ui=shown(text, lora.warnings))
 
 
 def report(lora, file, strength):
@@ -61,6 +74,9 @@ def report(lora, file, strength):
     if not strength:
         lines.append("! strength is 0: the model stays as it is")
     lines += [f"{file} at strength {strength:g}", f"matched layers: {matched}"]
+    if lora.distilled and strength:
+        few = lora.distilled.few
+        lines.append(f"schedule auto takes {few.title}'s {few.steps()} steps, by {lora.distilled.told}")
     if lora.unmatched:
         lines.append(f"not matched: {len(lora.unmatched)}")
         lines += [f"  {printable(name)}" for name in lora.unmatched]

@@ -3,8 +3,8 @@
 from ..qwen21.checkpoint.model_index import trained_sizes
 from ..qwen21.manifest import library_versions
 from ..qwen21.request import size_warning
-from ..qwen21.sampling.schedule import turbo_warnings
-from .bridge.lora import attached, turbo_loras
+from ..qwen21.sampling.few_steps import distilled_warnings
+from .bridge.lora import attached, distilled_loras
 from .bridge.model import is_reshaped
 from .bridge.settings import settings_warnings
 from .common import REPORT
@@ -46,7 +46,7 @@ def warnings_of(model, positive, negative, schedule, size, cfg=1.0, unguided=Non
     """
     found = conditioning_warnings(*([extra for _, extra in side or []] for side in (positive, negative)))
     found += schedule.warnings
-    found += turbo_warnings(schedule.kind, schedule.steps, cfg, turbo_loras(model))
+    found += distilled_warnings(schedule.kind, schedule.steps, cfg, distilled_loras(model))
     part = getattr(model.model, "part", None)
     resized = [tuple(each["resized"]) for each in (positive[0][1].get(REPORT) or {}).get("references", [])]
     if part and (warning := size_warning(trained_sizes(part), tuple(size), resized)):

@@ -1,6 +1,7 @@
 """Nodes that sample by ComfyUI's own samplers with the released schedules, and report what ran."""
 
 import json
+from dataclasses import replace
 
 import comfy.model_management
 import comfy.sample
@@ -260,6 +261,19 @@ class Guider(comfy.samplers.CFGGuider):
             self.cfg = kept
 
 
+def released_schedule(schedule, model, tokens, steps, denoise):
+    """The schedule that a choice and a MODEL (or None) mean. `auto` is that of a LoRA made for few steps, else that of
+    the model, whatever `steps` says."""
+    from ..qwen21.sampling.few_steps import agreed, distilled_schedule
+    from ..qwen21.sampling.schedule import make_schedule
+    from .bridge.lora import distilled_loras
+
+    kind, config = resolve_schedule(schedule, model)
+    if schedule == "auto" and (one := agreed(distilled_loras(model))):
+        return distilled_schedule(one, tokens, config, denoise, steps)
+    return make_schedule(kind, tokens, steps=steps, denoise=denoise, config=config)
+
+
 def resolve_schedule(schedule, model):
     """Resolve a choice of schedule and a MODEL (or None) to "base" or "turbo" and the schedule's numbers."""
     turbo = bool(getattr(getattr(model, "model", None), "turbo", False))
@@ -269,7 +283,7 @@ def resolve_schedule(schedule, model):
 
 
 def choose_schedule(model, samples, schedule, steps, denoise, sigmas):
-    from ..qwen21.sampling.schedule import Schedule, custom_schedule, make_schedule, unfinished
+    from ..qwen21.sampling.schedule import custom_schedule, unfinished
 
     tokens = samples.shape[-1] * samples.shape[-2]
     if sigmas is not None:
@@ -277,7 +291,6 @@ def choose_schedule(model, samples, schedule, steps, denoise, sigmas):
 
         official = official_sigmas(model, sigmas, tokens)  # BasicScheduler's simple grid, as KSampler's
         if official is not None:
-            return Schedule(official, resolve_schedule("auto", model)[0], unfinished(official))
+            return replace(official, warnings=unfinished(official.sigmas))
         return custom_schedule(sigmas.tolist(), tokens)
-    kind, config = resolve_schedule(schedule, model)
-    return make_schedule(kind, tokens, steps=steps, denoise=denoise, config=config)
+    return released_schedule(schedule, model, tokens, steps, denoise)

@@ -41,7 +41,7 @@ from .prefix.placement import RAM, ineffective_flags
 from .request import Request, ResolvedRequest, resolve_request
 from .sampling import cuda_graph as graph
 from .sampling.euler import Start, draw_noise, sample
-from .sampling.schedule import turbo_warnings
+from .sampling.few_steps import Distilled
 from .watch import Watch
 
 
@@ -100,7 +100,7 @@ class Pipeline:
     def generate(self, request: Request, watch: Watch | None = None) -> Result:
         """Paint `request`. Raises `UserError` for what cannot be done, before weights are loaded where possible."""
         watch = watch or Watch()
-        resolved = resolve_request(request, self.files)
+        resolved = resolve_request(request, self.files, self._distilled)
         watch.on_stage("checking the files")
         self.files.check(encodes=request.encodes, reads=bool(request.references))
         for warning in self.warnings(resolved):
@@ -291,14 +291,16 @@ class Pipeline:
             pictures += images.from_vae_pixels(pixels)
         return pictures
 
+    @property
+    def _distilled(self) -> list[Distilled]:
+        """The active LoRAs that were made for few steps."""
+        return [lora.distilled for lora, strength in self.loras if strength and lora.distilled]
+
     def warnings(self, resolved: ResolvedRequest) -> list[str]:
         """Warnings about the setup, the resolved request, the LoRAs and flags that have no effect."""
-        turbo = [(lora.name, lora.turbo) for lora, strength in self.loras if strength and lora.turbo]
-        unfit = turbo_warnings(resolved.schedule.kind, resolved.schedule.steps, 1.0, turbo)
         return [
             *self.notes,
             *resolved.warnings,
-            *unfit,
             *(line for lora, _ in self.loras for line in lora.warnings),
             *ineffective_flags(self.kv_device, self.device.type != "cpu"),
             *self._ineffective_cuda_graph(resolved),

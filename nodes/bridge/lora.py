@@ -13,10 +13,12 @@ from torch import Tensor
 from ...qwen21.errors import UserError
 from ...qwen21.lora.apply import LARGEST_STRENGTH, lora_facts
 from ...qwen21.lora.read import Adapter, Lora, read_lora
+from ...qwen21.sampling.few_steps import Distilled
 from ..titles import LOAD_DIT
 from .model import is_cores, is_ours
 
 ATTACHED = "qwen21_loras"  # the MODEL's attachment with the facts of its LoRAs
+DISTILLED = "qwen21_distilled"  # and that with those made for few steps
 
 
 class DoRA(comfy.weight_adapter.WeightAdapterBase):
@@ -73,15 +75,16 @@ def with_lora(patcher: Any, path: Path, strength: float) -> tuple[Any, Lora]:
     patches = {f"diffusion_model.{layer}.weight": patch_of(adapter) for layer, adapter in lora.adapters.items()}
     clone.add_patches(patches, strength)
     facts = lora_facts(lora, strength) | {"unmatched": list(lora.unmatched)}
-    facts |= {"turbo": lora.turbo} if lora.turbo else {}
+    if lora.distilled:
+        facts |= {"schedule": lora.distilled.few.title, "told_by": lora.distilled.told}
+        clone.set_attachments(DISTILLED, [*distilled_loras(patcher), lora.distilled])
     clone.set_attachments(ATTACHED, [*attached(patcher), facts])
     return clone, lora
 
 
-def turbo_loras(patcher: Any) -> list[tuple[str, str]]:
-    """The name of each LoRA on a MODEL that makes it Turbo, and the evidence for it."""
-    found = attached(patcher) if patcher is not None else []
-    return [(facts["file"], facts["turbo"]) for facts in found if "turbo" in facts]
+def distilled_loras(patcher: Any) -> list[Distilled]:
+    """The LoRAs on a MODEL that were made for few steps; none without a MODEL."""
+    return (patcher.get_attachment(DISTILLED) or []) if patcher is not None else []
 
 
 def attached(patcher: Any) -> list[dict[str, Any]]:

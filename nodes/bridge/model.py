@@ -21,7 +21,8 @@ from ...qwen21.config.networks import ScheduleConfig
 from ...qwen21.errors import UserError
 from ...qwen21.memory.estimate import working_bytes
 from ...qwen21.models.dit import DiT
-from ...qwen21.sampling.schedule import is_run_of, official_grid, turbo_sigmas, turbo_warnings
+from ...qwen21.sampling.few_steps import TURBO, agreed, distilled_warnings
+from ...qwen21.sampling.schedule import Schedule, is_run_of, official_grid, turbo_sigmas
 from ..common import require_pictures
 from ..notices import tell, tell_of
 from .asked import Asked, NetworkConfig, refuse_end, refuse_training
@@ -219,13 +220,25 @@ def _require_plain(patcher: Any, noise: Tensor) -> None:
         )
 
 
-def official_sigmas(patcher: Any, sigmas: Tensor, tokens: int) -> Tensor | None:
-    """The released grid in place of a `simple` one of our own unpatched model sampling; None for any other grid."""
+def official_sigmas(patcher: Any, sigmas: Tensor, tokens: int) -> Schedule | None:
+    """The released grid in place of a `simple` one of our own unpatched model sampling; None for any other grid.
+
+    It is that of a LoRA made for few steps if the `simple` grid has as many, else the model's.
+    """
+    from .lora import distilled_loras
+
     model = patcher.model
     if not isinstance(model, Qwen21Model) or patcher.get_model_object("model_sampling") is not model.plain_sampling:
         return None
-    found = official_grid(sigmas, model.plain_sampling.sigmas, tokens, turbo=model.turbo, config=model.schedule)
-    return found and found[0]
+    config, table = model.schedule, model.plain_sampling.sigmas
+    fixed = {"turbo": TURBO.schedule(tokens, config)} if model.turbo else {"base": None}
+    if one := agreed(distilled_loras(patcher)):
+        fixed = {one.few.kind: one.few.schedule(tokens, config), **fixed}
+    for kind, schedule in fixed.items():
+        found = official_grid(sigmas, table, tokens, fixed=schedule and schedule.sigmas, config=config)
+        if found:
+            return Schedule(found[0], kind)
+    return None
 
 
 def _use_official_grid(executor: Any, noise: Tensor, latent_image: Tensor, sampler: Any, sigmas: Tensor, *rest, **kw):
@@ -244,9 +257,9 @@ def _use_official_grid(executor: Any, noise: Tensor, latent_image: Tensor, sampl
     elif official is None:
         log.info("Qwen-Image 2.1: sampling the given sigmas as they are")
     else:
-        log.info("Qwen-Image 2.1: the simple grid became the %s schedule", "Turbo" if patcher.model.turbo else "base")
-        sigmas = official
-        _warn_of_turbo(patcher, len(sigmas) - 1, getattr(executor.class_obj, "cfg", 1.0))
+        log.info("Qwen-Image 2.1: the simple grid became the %s schedule", official.kind)
+        sigmas = official.sigmas
+        _warn_of_distilled(patcher, official, getattr(executor.class_obj, "cfg", 1.0))
     if isinstance(patcher.model, Qwen21Model):
         patcher.model.prefix_store.begin(patcher)
     try:
@@ -257,11 +270,11 @@ def _use_official_grid(executor: Any, noise: Tensor, latent_image: Tensor, sampl
             patcher.model.prefix_store.begin(None)
 
 
-def _warn_of_turbo(patcher: Any, steps: int, cfg: float) -> None:
+def _warn_of_distilled(patcher: Any, schedule: Schedule, cfg: float) -> None:
     """Log a warning where the released schedule does not fit the MODEL's LoRAs, or `cfg` the schedule."""
-    from .lora import turbo_loras
+    from .lora import distilled_loras
 
-    for line in turbo_warnings("turbo" if patcher.model.turbo else "base", steps, cfg, turbo_loras(patcher)):
+    for line in distilled_warnings(schedule.kind, schedule.steps, cfg, distilled_loras(patcher)):
         log.warning("Qwen-Image 2.1: %s", line)
 
 

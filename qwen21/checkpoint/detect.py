@@ -151,19 +151,6 @@ def _adapter(checkpoint: Checkpoint, storage: Storage) -> Identity | None:
     return Identity("lora", TITLES["lora"])
 
 
-def turbo_told(checkpoint: Checkpoint) -> str:
-    """Evidence that a LoRA turns a base model into Turbo: from its header, else from its file's name; '' without any.
-
-    The header's names of the model it was trained on are ignored: a LoRA trained on Turbo does not make a base model
-    Turbo.
-    """
-    for key, value in checkpoint.metadata.items():
-        named = any(word in key.lower() for word in ("name", "title", "type", "schedule"))
-        if named and not any(word in key.lower() for word in ("base", "sd_model")) and "turbo" in value.lower():
-            return f"its header's {printable(key)}"
-    return "its name alone (a hint)" if "turbo" in checkpoint.path.name.lower() else ""
-
-
 def is_pdd(checkpoint: Checkpoint) -> bool:
     """Whether a file is a PDD model: by its header, its key names, or several output layers in one tensor."""
     tensors = checkpoint.tensors

@@ -27,7 +27,6 @@ from ..ops.attention_backends import require_attention as check_attention
 from ..prefix.placement import ineffective_flags
 from ..request import Request, ResolvedRequest, decide
 from ..sampling import cuda_graph
-from ..sampling.schedule import turbo_warnings
 from ..system_memory import GIB
 from . import outputs
 from .from_arguments import LARGEST_GIB, budget_of, fp8_of, inputs_of, opened_request
@@ -63,17 +62,14 @@ def plan_of(a: argparse.Namespace, files: ModelFiles) -> tuple[MemoryPlan, tuple
     device = torch.device("cuda" if gpu else "cpu")
     check_attention(a.attention, dtypes(a.dtype, device)[0], device)
     require_prefill(a.prefill, a.compile)
-    decided = decide(opened_request(a, Unread.of), files)
-    files.check(encodes=decided.request.encodes, reads=bool(decided.request.references))
     planner = Planner(a, files, free)
+    decided = decide(opened_request(a, Unread.of), files, planner.distilled)
+    files.check(encodes=decided.request.encodes, reads=bool(decided.request.references))
     job = planner.job(a, decided)
     dtype, told = planner.dtype([job])
     made = planner.plan(job, dtype)
     outputs.check_size(a.out, decided.size)
     lines = [*outputs.lost(a.out), *decided.warnings, *(line for lora in planner.loras for line in lora.warnings)]
-    strengths = [strength for _, strength in a.lora]
-    turbo = [(lora.name, lora.turbo) for lora, s in zip(planner.loras, strengths, strict=True) if s and lora.turbo]
-    lines += turbo_warnings(decided.schedule.kind, decided.schedule.steps, 1.0, turbo)
     lines += ineffective_flags(a.kv_device, gpu)
     if a.cuda_graph:
         lines += cuda_graph.ineffective_flags(gpu, decided.schedule.steps, a.prefix_cache == "on", a.attention)
@@ -90,15 +86,16 @@ def settle(
 
     Returns the dtype to compute in, and a line where memory decided it. `first` is the first job's request.
     """
+    planner = Planner(a, files, free_bytes(pick_device(a.device)))
     decided = []
     for number, job in enumerate(jobs, 1):
         with naming(number, jobs):
             outputs.check_outputs(job.out, job.save_latent, 1, files.paths)
-            decided.append(decide(opened_request(job, pictures.look) if number > 1 else first, files))
+            request = opened_request(job, pictures.look) if number > 1 else first
+            decided.append(decide(request, files, planner.distilled))
             outputs.check_size(job.out, decided[-1].size)
     requests = [plan.request for plan in decided]
     files.check(encodes=any(r.encodes for r in requests), reads=any(r.references for r in requests))
-    planner = Planner(a, files, free_bytes(pick_device(a.device)))
     numbers: dict[MemoryJob, int] = {}
     for number, (job, plan) in enumerate(zip(jobs, decided, strict=True), 1):
         with naming(number, jobs):
@@ -127,6 +124,9 @@ class Planner:
         if self.fp8:
             check_keep(self.fp8, (files.dit, files.encoder))
         self.loras = [find_lora(path, files.dit.config) for path, _ in a.lora]
+        strengths = [strength for _, strength in a.lora]
+        active = [lora.distilled for lora, strength in zip(self.loras, strengths, strict=True) if strength]
+        self.distilled = [each for each in active if each]
         self.tokenizer = load_tokenizer(files.tokenizer)
 
     def job(self, a: argparse.Namespace, decided: ResolvedRequest) -> MemoryJob:

@@ -19,11 +19,13 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.container import Checkpoint, Reader
-from ..checkpoint.detect import identify, is_pdd, open_named, turbo_told
+from ..checkpoint.detect import identify, is_pdd, open_named
 from ..checkpoint.paths import errors_naming, is_file, read_json
 from ..config.networks import DiTConfig
 from ..config.validate import flag, printable, short, table
 from ..errors import UserError
+from ..sampling.few_steps import Distilled
+from .distilled import distilled
 from .names import KINDS, Entry, KeyMap, is_lora, layer_kind, map_keys, other_adapter
 
 METADATA = "lora_adapter_metadata"
@@ -73,7 +75,7 @@ class Lora:
     adapters: Mapping[str, Adapter]
     unmatched: tuple[str, ...]
     digest: str
-    turbo: str = ""  # evidence that it makes a base model Turbo, if any
+    distilled: Distilled | None = None  # the schedule of few steps that it was made for, if any
 
     @property
     def matched(self) -> dict[str, int]:
@@ -105,8 +107,8 @@ class LoraFile:
         return self.checkpoint.path.name
 
     @property
-    def turbo(self) -> str:
-        return turbo_told(self.checkpoint)
+    def distilled(self) -> Distilled | None:
+        return distilled(self.checkpoint)
 
 
 def _counts(layers: Iterable[str]) -> dict[str, int]:
@@ -153,7 +155,7 @@ def read_lora(path: Path | str, config: DiTConfig) -> Lora:
             raise UserError("its every lora_B is zero, so it changes nothing; it was saved before any training")
         if not any(adapter.scale for adapter in adapters.values()):
             raise UserError("its every alpha is zero, so it changes nothing; get the file again")
-    return Lora(checkpoint.path.name, adapters, keys.unmatched, _digest(adapters), turbo_told(checkpoint))
+    return Lora(checkpoint.path.name, adapters, keys.unmatched, _digest(adapters), distilled(checkpoint))
 
 
 def split(fused: Adapter) -> tuple[Adapter, Adapter]:

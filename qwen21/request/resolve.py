@@ -20,7 +20,8 @@ from ..inputs.references import (
     reference_size,
 )
 from ..sampling.euler import guidance, guides, noise_seed
-from ..sampling.schedule import DYNAMIC, Schedule, custom_schedule, make_schedule, turbo_warnings
+from ..sampling.few_steps import Distilled, agreed, distilled_schedule, distilled_warnings
+from ..sampling.schedule import DYNAMIC, Schedule, custom_schedule, make_schedule
 from .request import Request
 
 MAX_STEPS = 1000
@@ -52,13 +53,16 @@ class ResolvedRequest:
         return self.request.negative is not None and any(guides(value) for value in self.cfg)
 
 
-def resolve_request(request: Request, files: ModelFiles) -> ResolvedRequest:
-    """Check a request, prepare its references, and decide sizes, schedule, guidance and noise. Loads no weights."""
-    decided = decide(request, files)
+def resolve_request(request: Request, files: ModelFiles, distilled: Sequence[Distilled] = ()) -> ResolvedRequest:
+    """Check a request, prepare its references, and decide sizes, schedule, guidance and noise. Loads no weights.
+
+    `distilled` are the active LoRAs that were made for few steps.
+    """
+    decided = decide(request, files, distilled)
     return replace(decided, references=tuple(prepare_references(request.references, decided.request.resolution)))
 
 
-def decide(request: Request, files: ModelFiles) -> ResolvedRequest:
+def decide(request: Request, files: ModelFiles, distilled: Sequence[Distilled] = ()) -> ResolvedRequest:
     """The resolved request without its references. Only the `size` of pictures is used, so none has to be decoded."""
     warnings: list[str] = []
     if request.resolution is None:
@@ -67,7 +71,7 @@ def decide(request: Request, files: ModelFiles) -> ResolvedRequest:
     _check_request(request)
     size = _canvas(request, warnings)
     warnings += _stretched(request, size)
-    schedule = _schedule(request, files, size[0] * size[1] // LATENT_PIXELS**2)
+    schedule = _schedule(request, files, size[0] * size[1] // LATENT_PIXELS**2, agreed(distilled))
     warnings += schedule.warnings
     resized = [reference_size(*picture.size, request.resolution) for picture in request.references]
     warnings += placeholder_warnings([*request.prompt_list, request.negative or ""], len(resized))
@@ -78,8 +82,8 @@ def decide(request: Request, files: ModelFiles) -> ResolvedRequest:
         raise UserError(f"cfg is {max(cfg):g} but there is no negative prompt; give --negative ('' will do), or cfg 1")
     if request.negative is not None and not any(guides(value) for value in cfg):
         warnings.append("the negative prompt is unused: it needs a CFG above 1")
-    if request.negative is not None:
-        warnings += turbo_warnings(schedule.kind, schedule.steps, max([1.0, *filter(guides, cfg)]))
+    largest = 1.0 if request.negative is None else max([1.0, *filter(guides, cfg)])
+    warnings += distilled_warnings(schedule.kind, schedule.steps, largest, distilled)
     seed = noise_seed(request.seed, len(resized), request.edit_noise)
     return ResolvedRequest(request, (), size, schedule, tuple(cfg), seed, tuple(warnings))
 
@@ -168,10 +172,12 @@ def _by(size: Size) -> str:
     return f"{size[0]}x{size[1]}"
 
 
-def _schedule(request: Request, files: ModelFiles, tokens: int) -> Schedule:
+def _schedule(request: Request, files: ModelFiles, tokens: int, distilled: Distilled | None) -> Schedule:
     if request.sigmas is not None:
         return custom_schedule(request.sigmas, tokens, request.shift, files.schedule)
     kind = request.schedule
     if kind == "auto":
+        if distilled and request.steps in (None, distilled.few.steps(files.schedule)):
+            return distilled_schedule(distilled, tokens, files.schedule, request.denoise)
         kind = "turbo" if files.turbo else "base"
     return make_schedule(kind, tokens, steps=request.steps, denoise=request.denoise, config=files.schedule)

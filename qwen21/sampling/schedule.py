@@ -136,25 +136,6 @@ def make_schedule(
     return Schedule(turbo_sigmas(config)[-(kept + 1) :], kind, warnings)
 
 
-def turbo_warnings(kind: str, steps: int, cfg: float, loras: Sequence[tuple[str, str]] = ()) -> list[str]:
-    """Warnings where a run of `kind` base, turbo or custom does not suit Turbo's distilled steps.
-
-    `cfg` is the largest CFG above 1, else 1; `loras` are the active Turbo LoRAs: each one's name, and what marks it as
-    Turbo's.
-    """
-    lines = [
-        f"LoRA {name} is for Turbo's steps, by {mark}: schedule turbo at CFG 1 fits it, but {steps} steps of the base "
-        "schedule run"
-        for name, mark in loras
-        if kind == "base"
-    ]
-    if kind == "turbo" and cfg != 1:
-        lines.append(
-            f"CFG {cfg:g} does not fit schedule turbo, whose steps have guidance trained into them: CFG 1 does"
-        )
-    return lines
-
-
 def is_run_of(grid: Tensor, sigmas: Tensor) -> bool:
     """Whether `sigmas` are consecutive sigmas of `grid`, such as its last few."""
     n, given = len(sigmas), sigmas.cpu().float()
@@ -162,14 +143,19 @@ def is_run_of(grid: Tensor, sigmas: Tensor) -> bool:
 
 
 def official_grid(
-    sigmas: Tensor, table: Tensor, tokens: int, *, turbo: bool = False, config: ScheduleConfig = ScheduleConfig()
+    sigmas: Tensor,
+    table: Tensor,
+    tokens: int,
+    *,
+    fixed: Tensor | None = None,
+    config: ScheduleConfig = ScheduleConfig(),
 ) -> tuple[Tensor, int] | None:
     """The released grid that replaces ComfyUI's `simple` grid `sigmas`, and the number of steps of the whole grid.
 
     `sigmas` is what a sampler was given, `table` the model sampling's sigmas, rising. `simple` takes every
     len(table) / steps-th sigma of the table, whatever the model. Whole grids and runs of their steps (partial denoise,
-    KSamplerAdvanced) are recognised; of several matches the one of fewest steps counts. None for any other grid, and
-    for Turbo with another number of steps than its own.
+    KSamplerAdvanced) are recognised; of several matches the one of fewest steps counts. `fixed` are the sigmas of a
+    distilled model, such as Turbo. None for any other grid, and where `fixed` has another number of steps.
     """
     n = len(sigmas) - 1
     given, table = sigmas.cpu().float(), table.cpu().float()
@@ -186,9 +172,9 @@ def official_grid(
             break
     else:
         return None
-    if turbo and steps != len(config.turbo_sigmas):
+    if fixed is not None and steps != len(fixed) - 1:
         return None
-    whole = turbo_sigmas(config) if turbo else base_sigmas(steps, tokens, config)
+    whole = base_sigmas(steps, tokens, config) if fixed is None else fixed
     result = whole[first : first + n + 1].clone()
     if given[-1] == 0:
         result[-1] = 0

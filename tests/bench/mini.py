@@ -1,6 +1,6 @@
 """How well the bundled miniature paints and edits what was kept from its training, and what each shortcut costs.
 
-    python -m tests.bench.mini                    # 200 captions and 200 edits, every row; about 15 minutes on two cores
+    python -m tests.bench.mini                    # 200 captions and 200 edits, every row; about 25 minutes on two cores
     python -m tests.bench.mini --count 40 --rows fp32 int8
 
 Pictures are judged by `qwen21.mini.reader`, not by eye. PSNR is against the first row's pictures, from the same noise.
@@ -23,6 +23,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
+from qwen21.checkpoint.convert_gguf import convert_to_gguf
 from qwen21.checkpoint.fp8_policy import Fp8
 from qwen21.checkpoint.load import ModelFiles, find_dit, find_folder
 from qwen21.cli.demo import request_of
@@ -55,14 +56,29 @@ def _codec(codec: str) -> Callable[[ModelFiles, Path], Pipeline]:
     return lambda files, folder: Pipeline(files, codec=codec, keep_loaded=True)
 
 
-def _int8(files: ModelFiles, folder: Path) -> Pipeline:
-    """With the transformer's blocks as int8_convrot."""
-    (source,) = files.dit.checkpoint.files
-    tensors = {name: value.float() for name, value in load_file(source).items()}
-    packed, metadata, _ = pack(tensors, LAYOUTS["int8_convrot"], GROUP)
-    write(folder / source.name, packed, metadata)
-    shutil.copy(source.with_name("config.json"), folder)
-    return Pipeline(replace(files, dit=find_dit(folder)), keep_loaded=True)
+def _packed(layout: str) -> Callable[[ModelFiles, Path], Pipeline]:
+    """With the transformer's blocks in a layout of `tests/support/tiny_quant.py`."""
+
+    def pipeline(files: ModelFiles, folder: Path) -> Pipeline:
+        (source,) = files.dit.checkpoint.files
+        tensors = {name: value.float() for name, value in load_file(source).items()}
+        packed, metadata, _ = pack(tensors, LAYOUTS[layout], GROUP)
+        write(folder / source.name, packed, metadata)
+        shutil.copy(source.with_name("config.json"), folder)
+        return Pipeline(replace(files, dit=find_dit(folder)), keep_loaded=True)
+
+    return pipeline
+
+
+def _gguf(kind: str) -> Callable[[ModelFiles, Path], Pipeline]:
+    """With the transformer's blocks in blocks of GGUF."""
+
+    def pipeline(files: ModelFiles, folder: Path) -> Pipeline:
+        out = folder / f"{kind}.gguf"
+        convert_to_gguf("dit", files.dit.checkpoint.path, kind, out)
+        return Pipeline(replace(files, dit=find_dit(out)), keep_loaded=True)
+
+    return pipeline
 
 
 ROWS = (
@@ -73,7 +89,9 @@ ROWS = (
     Row("K/V fp8_v", _codec("fp8_v")),
     Row("K/V int8", _codec("int8")),
     Row("weights fp8", lambda files, _: Pipeline(files, fp8=Fp8(), keep_loaded=True)),
-    Row("weights int8_convrot", _int8),
+    Row("weights int8_convrot", _packed("int8_convrot")),
+    *(Row(f"weights {name}", _packed(name)) for name in ("mxfp8", "w4a8", "nvfp4", "convrot_w4a4")),
+    *(Row(f"weights {kind}", _gguf(kind)) for kind in ("Q8_0", "Q5_0", "Q4_0")),
     Row("prefix reuse", again=True),
     Row("VAE in tiles", tile=3),
     Row("bf16", lambda files, _: Pipeline(files, torch.bfloat16, keep_loaded=True)),

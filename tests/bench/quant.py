@@ -17,17 +17,34 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf
+import numpy as np
 import torch
 from torch import Tensor
 
 from qwen21.checkpoint.load import module_of
+from qwen21.choices import GGUF_TYPES
 from qwen21.config.networks import DiTConfig
 from qwen21.models.dit import DiT
 from tests.support.tiny_quant import LAYOUTS, Layout
 
 from .load import Peak, write_checkpoint
 
-FORMATS = ("int8_convrot", "int8 by rows", "int8 by tensor", "fp8 by rows", "fp8 by tensor", "fp8 plain")
+FORMATS = (
+    *("int8_convrot", "int8 by rows", "int8 by tensor", "fp8 by rows", "fp8 by tensor", "fp8 plain"),
+    *("mxfp8", "w4a8", "nvfp4", "convrot_w4a4", *GGUF_TYPES),
+)
+
+
+def _gguf(kind: str) -> Layout:
+    of = gguf.GGMLQuantizationType[kind]
+    return Layout(
+        lambda weight, _: {"weight": torch.from_numpy(gguf.quants.quantize(weight.numpy(), of))},
+        lambda pieces, _: torch.from_numpy(np.array(gguf.quants.dequantize(pieces["weight"].numpy(), of))),
+    )
+
+
+ALL = LAYOUTS | {kind: _gguf(kind) for kind in GGUF_TYPES}
 GROUPS: dict[str, Callable[[str], bool]] = {
     "QKV": lambda name: name.endswith((".to_q.weight", ".to_k.weight", ".to_v.weight")),
     "attention output": lambda name: ".to_out." in name,
@@ -116,7 +133,7 @@ def table() -> None:
     print("| format | layers | weights off by, % | velocity off by, % | bytes of bf16's |\n|---|---|---|---|---|")
     for name in FORMATS:
         for group, chosen in GROUPS.items():
-            weights, velocity, size = row(probe, LAYOUTS[name], chosen)
+            weights, velocity, size = row(probe, ALL[name], chosen)
             print(f"| {name} | {group} | {100 * weights:.2f} | {100 * velocity:.2f} | {size:.3f} |", flush=True)
 
 

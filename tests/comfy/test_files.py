@@ -105,7 +105,13 @@ def test_a_turbo_lora_names_the_schedule_it_fits(comfy):
     loras.write(comfy.models / "loras" / file, loras.make(32))
     lora = node("Qwen21LoadLoRA", base_model=["dit", 0], file=file, strength=0.5)
     told = f"LoRA {file} is for Turbo's steps, by its name alone (a hint): schedule turbo at CFG 1 fits it"
-    graph = edit(model=["lora", 0], lora=lora)
+    shown = {"report": show("sample", 1), "grid": show("lora", 2)}
+    run = comfy.run(edit(model=["lora", 0], lora=lora) | shown)
+    report = json.loads(run.shown("report"))
+    hint = f"LoRA {file} gives Turbo's 8 steps, by its name alone (a hint); schedule base overrules it"
+    assert hint in report["warnings"] and report["schedule"]["kind"] == "turbo"
+    assert report["schedule"]["sigmas"] == pytest.approx(run.shown("grid").tolist(), abs=1e-6)
+    graph = edit(model=["lora", 0], lora=lora, schedule="base")
     warnings = json.loads(comfy.run(graph | {"report": show("sample", 1)}).shown("report"))["warnings"]
     assert [line for line in warnings if line.startswith(told)]
     graph = edit(model=["lora", 0], lora=lora, schedule="turbo", steps=8)

@@ -13,7 +13,7 @@ from qwen21.checkpoint.load import Places, find_model
 from qwen21.cli.main import main
 from qwen21.errors import UserError
 from qwen21.lora.read import find_lora, read_lora
-from qwen21.sampling.schedule import turbo_warnings
+from qwen21.sampling.few_steps import BY_NAME, TURBO, Distilled, distilled_warnings
 from tests.support import loras, tiny
 from tests.support.corrupt_files import refused
 
@@ -124,31 +124,34 @@ HEADERS = {
 @pytest.mark.parametrize(("metadata", "told"), HEADERS.values(), ids=HEADERS)
 def test_a_turbo_lora_is_known_by_its_header(tmp_path, metadata, told, opener):
     save_file(loras.tensors(loras.make(1)), tmp_path / "x.safetensors", metadata)
-    assert opener(tmp_path / "x.safetensors", loras.CONFIG).turbo == told.removeprefix("by ")
+    found = opener(tmp_path / "x.safetensors", loras.CONFIG).distilled
+    assert found == (Distilled("x.safetensors", TURBO, told.removeprefix("by ")) if told else None)
 
 
 def test_a_run_that_does_not_fit_turbo_names_the_schedule_that_does():
-    lora = [("t.safetensors", "its name alone (a hint)")]
+    lora = [Distilled("t.safetensors", TURBO, BY_NAME)]
     words = (
         "LoRA t.safetensors is for Turbo's steps, by its name alone (a hint): schedule turbo at CFG 1 fits it, but 40"
     )
-    assert turbo_warnings("base", 40, 1.0, lora) == [f"{words} steps of the base schedule run"]
-    (line,) = turbo_warnings("turbo", 8, 4.0, lora)
+    assert distilled_warnings("base", 40, 1.0, lora) == [f"{words} steps of the base schedule run"]
+    (line,) = distilled_warnings("turbo", 8, 4.0, lora)
     assert "CFG 4 does not fit schedule turbo" in line and "CFG 1 does" in line
-    assert turbo_warnings("turbo", 8, 1.0, lora) == turbo_warnings("custom", 5, 4.0, lora) == []
-    assert turbo_warnings("base", 40, 4.0) == []
+    assert distilled_warnings("turbo", 8, 1.0, lora) == distilled_warnings("custom", 5, 4.0, lora) == []
+    assert distilled_warnings("base", 40, 4.0) == []
 
 
-def test_the_command_line_warns_of_a_turbo_lora(model, run, tmp_path):
+def test_the_command_line_takes_the_schedule_of_a_turbo_lora(model, run, tmp_path):
     lora = loras.write(tmp_path / "Qwen21_Turbo_r8.safetensors", loras.make(1))
     what = ["--model", model.folder, "--prompt", "x", "--resolution", "32"]
-    out = ["--steps", "2", "--out", "o.png"]
-    warned = "qwen21: warning: LoRA Qwen21_Turbo_r8.safetensors is for Turbo's steps, by its name alone (a hint)"
-    for command, flags in (("plan", []), ("generate", out)):
+    hint = "qwen21: warning: LoRA Qwen21_Turbo_r8.safetensors gives Turbo's 8 steps, by its name alone (a hint)"
+    for command, flags in (("plan", []), ("generate", ["--out", "o.png"])):
         code, _, lines = run(command, *what, *flags, "--lora", lora)
-        assert code == 0 and len(lines) == 1 and lines[0].startswith(warned), lines
-        assert "schedule turbo" in lines[0]
+        assert code == 0 and len(lines) == 1 and lines[0].startswith(hint), lines
+    manifest = json.loads(Image.open("o.png").text["qwen21"])
+    assert len(manifest["schedule"]["sigmas"]) == 9
     assert run("plan", *what, "--lora", f"{lora}:0")[2] == []
+    (line,) = run("plan", *what, "--lora", lora, "--steps", "2")[2]
+    assert "LoRA Qwen21_Turbo_r8.safetensors is for Turbo's steps" in line and "2 steps" in line
     (line,) = run("plan", *what, "--lora", lora, "--schedule", "turbo", "--cfg", "4", "--negative", "y")[2]
     assert line.startswith("qwen21: warning: CFG 4 does not fit schedule turbo")
 
