@@ -11,27 +11,30 @@ import torch
 from torch import Tensor
 
 from ...qwen21.errors import UserError
+from ...qwen21.lora.adapters import Adapter, Kronecker, Patch
 from ...qwen21.lora.apply import LARGEST_STRENGTH, lora_facts
-from ...qwen21.lora.read import Adapter, Lora, read_lora
+from ...qwen21.lora.read import Lora, read_lora
 from ...qwen21.sampling.few_steps import Distilled
 from ..titles import LOAD_DIT
 from .model import is_cores, is_ours
 
+FORMS: dict[str, type[Patch]] = {"Adapter": Adapter, "Kronecker": Kronecker}
 ATTACHED = "qwen21_loras"  # the MODEL's attachment with the facts of its LoRAs
 DISTILLED = "qwen21_distilled"  # and that with those made for few steps
 
 
 class DoRA(comfy.weight_adapter.WeightAdapterBase):
-    """A low-rank difference, after which every row is scaled to a trained length (arXiv 2402.09353).
+    """A difference, after which every row is scaled to a trained length (arXiv 2402.09353).
 
-    Core's own adapter divides by the length of the rows before the difference is added; DoRA is defined by the length
+    Core's own adapters divide by the length of the rows before the difference is added; DoRA is defined by the length
     after it. In a stack, a DoRA acts on the weight that the LoRAs before it produced.
     """
 
     name = "qwen21_dora"
 
-    def __init__(self, loaded_keys: set[str], weights: tuple[Tensor, Tensor, float, Tensor]) -> None:
-        """`weights`: up [out, rank], down [rank, in], scale, magnitude [out]. Core calls this in the same way."""
+    def __init__(self, loaded_keys: set[str], weights: tuple[Any, ...]) -> None:
+        """`weights`: the name of the patch's class in `FORMS`, its tensors, scale and magnitude. Core calls this in the
+        same way, and the prefix store reads the tensors to tell patches apart."""
         self.loaded_keys, self.weights = loaded_keys, weights
 
     def calculate_weight(
@@ -45,15 +48,18 @@ class DoRA(comfy.weight_adapter.WeightAdapterBase):
         intermediate_dtype: torch.dtype = torch.float32,
         original_weight: Any = None,
     ) -> Tensor:
-        up, down, scale, magnitude = self.weights
-        return Adapter(down, up, scale, magnitude).moved(weight, strength)
+        form, *content = self.weights
+        return FORMS[form](*content).moved(weight, strength)
 
 
-def patch_of(adapter: Adapter) -> comfy.weight_adapter.WeightAdapterBase:
-    if adapter.magnitude is not None:
-        return DoRA(set(), (adapter.up, adapter.down, adapter.scale, adapter.magnitude))
-    alpha = adapter.scale * adapter.rank  # core divides it by the rank
-    return comfy.weight_adapter.LoRAAdapter(set(), (adapter.up, adapter.down, alpha, None, None, None))
+def patch_of(patch: Patch) -> comfy.weight_adapter.WeightAdapterBase:
+    if patch.magnitude is not None:
+        return DoRA(set(), (type(patch).__name__, *patch.tensors, patch.scale, patch.magnitude))
+    if isinstance(patch, Kronecker):
+        left = patch.left * patch.scale  # core knows no scale of a LoKr of whole matrices
+        return comfy.weight_adapter.LoKrAdapter(set(), (left, patch.right, None, None, None, None, None, None, None))
+    alpha = patch.scale * patch.rank  # core divides it by the rank
+    return comfy.weight_adapter.LoRAAdapter(set(), (patch.up, patch.down, alpha, None, None, None))
 
 
 def with_lora(patcher: Any, path: Path, strength: float) -> tuple[Any, Lora]:

@@ -14,7 +14,7 @@ from ..choices import COMPONENTS
 from ..config.networks import DiTConfig
 from ..config.validate import printable
 from ..errors import UserError
-from ..lora.names import KINDS, layer_kind, map_keys
+from ..lora.names import KINDS, LORA, layer_kind, map_keys
 from ..system_memory import GIB
 
 
@@ -97,11 +97,13 @@ def _adapters(checkpoint: Checkpoint) -> list[str]:
     except UserError as error:
         return [f"  adapts       nothing of Qwen-Image 2.1: {error}"]
     kinds = Counter(layer_kind(layer) for entry in keys.entries for layer in entry.target.layers)
-    ranks = sorted({checkpoint.tensors[entry.down].shape[0] for entry in keys.entries})
-    rank = f"rank {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "")
-    dora = ", DoRA" if any(entry.magnitude for entry in keys.entries) else ""
+    ranks = sorted({rank for entry in keys.entries if (rank := entry.rank(checkpoint.tensors)) is not None})
+    rank = f", rank {ranks[0]}" + (f" to {ranks[-1]}" if len(ranks) > 1 else "") if ranks else ""
+    forms = sorted({entry.kind for entry in keys.entries} - {LORA})
+    also = "".join(f", {form}" for form in forms)
+    also += ", DoRA" if any(entry.key("magnitude") for entry in keys.entries) else ""
     told = ", ".join(f"{kinds[kind]} {kind}" for kind in KINDS if kinds[kind])
-    lines = [f"  adapts       {sum(kinds.values())} layers ({told}), {rank}{dora}"]
+    lines = [f"  adapts       {sum(kinds.values())} layers ({told}){rank}{also}"]
     if keys.unmatched:
         names = ", ".join(printable(name) for name in keys.unmatched[:3])
         lines.append(f"  not matched  {len(keys.unmatched)} ({names}{', ...' if len(keys.unmatched) > 3 else ''})")

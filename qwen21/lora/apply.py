@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,8 @@ from torch.utils.hooks import RemovableHandle
 
 from ..errors import UserError
 from ..ops.quantized import QuantLinear
-from .read import Adapter, Lora
+from .adapters import Adapter, Kronecker, Patch
+from .read import Lora
 
 LARGEST_STRENGTH = 100.0
 
@@ -50,13 +51,14 @@ class Applied:
 class Part:
     """One adapter at one strength on one layer. `gain` [out], fp32, is DoRA's factor of each row; None without DoRA."""
 
-    adapter: Adapter
+    adapter: Patch
     strength: float
     gain: Tensor | None
 
 
 class LoraHook:
-    """A forward hook that adds the output of all LoRAs of one layer, by one product of their stacked ranks.
+    """A forward hook that adds the output of all LoRAs of one layer, by one product of their stacked ranks, and one
+    product for each LoKr.
 
     With W' = gain * (W + delta) for DoRA, a strength s moves the layer from W to W + s (W' - W). Every LoRA refers to
     the plain W, so their order does not matter.
@@ -64,27 +66,64 @@ class LoraHook:
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = parts
-        self._built: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._built: Built | None = None
 
     def __call__(self, layer: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> Tensor:
         """Map the inputs [..., in] and the layer's own output [..., out] to the output with the LoRAs [..., out]."""
-        down, up, gain = self._stacked(inputs[0])
-        hidden = F.linear(inputs[0], down).flatten(0, -2)  # [N, ranks]
+        x, built = inputs[0], self._on(inputs[0])
         rows = output.reshape(-1, output.shape[-1])
         if torch.is_grad_enabled():
-            return torch.addmm(rows if gain is None else (rows * gain).to(rows.dtype), hidden, up.T).view(output.shape)
-        if gain is not None:
-            rows.mul_(gain)
-        return rows.addmm_(hidden, up.T).view(output.shape)  # in place: no second copy of the largest activations
+            rows = rows.clone()
+        if built.gain is not None:  # in place: no second copy of the largest activations
+            rows = rows.mul_(built.gain)
+        if built.down is not None:
+            hidden = F.linear(x, built.down).flatten(0, -2)  # [N, ranks]
+            rows = rows.addmm_(hidden, built.up.T)
+        for part in built.kroneckers:
+            rows = rows.add_(_kronecker_output(part, x).reshape(rows.shape))
+        return rows.view(output.shape)
 
-    def _stacked(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Stack down [ranks, in] and up [out, ranks], scales and strengths in up, in x's dtype; gain [out] in fp32."""
-        if self._built is None or self._built[0].dtype != x.dtype or self._built[0].device != x.device:
+    def _on(self, x: Tensor) -> Built:
+        """The LoRAs in the dtype and on the device of x."""
+        if self._built is None or (self._built.dtype, self._built.device) != (x.dtype, x.device):
             with torch.inference_mode(False), torch.no_grad():  # they outlive this call, maybe in inference mode
-                down = torch.cat([part.adapter.down.to(x.device, x.dtype) for part in self.parts])
-                up = torch.cat([_scaled_up(part, x.device).to(x.dtype) for part in self.parts], dim=1)
-                self._built = down, up, _total_gain(self.parts, x.device)
+                self._built = Built.of(self.parts, x.dtype, x.device)
         return self._built
+
+
+@dataclass(frozen=True)
+class Built:
+    """LoRAs of one layer in one dtype on one device: down [ranks, in] and up [out, ranks] of all low-rank ones stacked,
+    with scales and strengths in up (None without any), the LoKrs, and the gain [out], fp32, of the layer's own output
+    (None without DoRA)."""
+
+    dtype: torch.dtype
+    device: torch.device
+    down: Tensor | None
+    up: Tensor | None
+    kroneckers: tuple[Part, ...]
+    gain: Tensor | None
+
+    @classmethod
+    def of(cls, parts: Sequence[Part], dtype: torch.dtype, device: torch.device) -> Built:
+        low = [part for part in parts if isinstance(part.adapter, Adapter)]
+        down = torch.cat([part.adapter.down.to(device, dtype) for part in low]) if low else None
+        up = torch.cat([_scaled_up(part, device).to(dtype) for part in low], dim=1) if low else None
+        others = (part for part in parts if isinstance(part.adapter, Kronecker))
+        kroneckers = tuple(_moved(part, device, dtype) for part in others)
+        return cls(dtype, device, down, up, kroneckers, _total_gain(parts, device))
+
+
+def _moved(part: Part, device: torch.device, dtype: torch.dtype) -> Part:
+    adapter = part.adapter
+    adapter = replace(adapter, left=adapter.left.to(device, dtype), right=adapter.right.to(device, dtype))
+    return replace(part, adapter=adapter, gain=None if part.gain is None else part.gain.to(device))
+
+
+def _kronecker_output(part: Part, x: Tensor) -> Tensor:
+    """What a LoKr adds to the layer's output [..., out] for inputs x [..., in]."""
+    added = part.adapter.product(x) * (part.strength * part.adapter.scale)
+    return added if part.gain is None else (added * part.gain).to(x.dtype)
 
 
 def _scaled_up(part: Part, device: torch.device) -> Tensor:

@@ -26,7 +26,17 @@ PARTS = {
     "up": rf"lora_B{_ADAPTER}|lora[_.]up\.weight",
     "alpha": r"alpha",
     "magnitude": rf"dora_scale|lora_magnitude_vector{_ADAPTER}",
+    **{name: rf"lokr_{name}{_ADAPTER}" for name in ("w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b", "t2")},
+    **{f"h{name}": rf"hada_{name}{_ADAPTER}" for name in ("w1_a", "w1_b", "w2_a", "w2_b", "t1", "t2")},
 }
+# The parts of an adapter besides alpha and magnitude, by its kind: sets that are complete.
+LORA, LOHA, LOKR = "LoRA", "LoHa", "LoKr"
+COMPLETE = {
+    LORA: ({"down", "up"},),
+    LOHA: ({"hw1_a", "hw1_b", "hw2_a", "hw2_b"},),
+    LOKR: tuple({*one, *two} for one in (("w1",), ("w1_a", "w1_b")) for two in (("w2",), ("w2_a", "w2_b"))),
+}
+CONVOLUTION = {"t2", "ht1", "ht2"}  # parts that only convolutions have
 _KEY = re.compile(r"(?P<stem>.+?)\.(?:" + "|".join(f"(?P<{part}>{pattern})" for part, pattern in PARTS.items()) + ")")
 _BLOCK = re.compile(r"(?:^|[._])transformer_blocks[._]([0-9]+)(?:[._]|$)")
 
@@ -35,8 +45,6 @@ OLD_NAMES = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "img_mlp.ne
 OLD_NAMES += ("img_mod.", "img_mod_", "txt_mod.", "txt_mod_")
 OLD_WIDTH = 3072
 OTHER_ADAPTERS = (
-    ("lokr_", "a LoKr adapter"),
-    ("hada_w", "a LoHa adapter"),
     ("oft_", "an OFT adapter"),
     (".diff", "a file of whole weight differences"),
 )
@@ -63,13 +71,23 @@ class Target:
 
 @dataclass(frozen=True)
 class Entry:
-    """Keys of one adapter, whose shapes fit its target."""
+    """One adapter of the kind LoRA, LoHa or LoKr, whose shapes fit its target: (part, key) for each of its tensors."""
 
     target: Target
-    down: str
-    up: str
-    alpha: str | None = None
-    magnitude: str | None = None
+    kind: str
+    parts: tuple[tuple[str, str], ...]
+
+    def key(self, part: str) -> str | None:
+        return dict(self.parts).get(part)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        return tuple(key for _, key in self.parts)
+
+    def rank(self, tensors: Mapping[str, TensorInfo]) -> int | None:
+        """The rank of the adapter; None for a LoKr of whole matrices."""
+        part = next((p for p in ("down", "hw1_b", "w1_b", "w2_b") if self.key(p)), None)
+        return None if part is None else tensors[self.key(part)].shape[0]
 
 
 @dataclass(frozen=True)
@@ -118,14 +136,14 @@ def map_keys(tensors: Mapping[str, TensorInfo], config: DiTConfig) -> KeyMap:
     unmatched: list[str] = []
     for group in groups:
         target = _target(group.name, names)
-        if target is None or not {"down", "up"} & set(group.keys):
+        if target is None or not set(group.keys) - {"alpha", "magnitude"}:
             unmatched.append(group.name)
             continue
         entry = _entry(group, target)
         _check_shapes(entry, tensors)
         for layer in target.layers:
             if layer in entries:
-                both = " and ".join(printable(e.down) for e in (entries[layer], entry))
+                both = " and ".join(printable(e.keys[0]) for e in (entries[layer], entry))
                 raise UserError(f"layer {layer} is patched twice ({both}); keep one of the two")
             entries[layer] = entry
     if not entries:
@@ -135,13 +153,13 @@ def map_keys(tensors: Mapping[str, TensorInfo], config: DiTConfig) -> KeyMap:
 
 
 def is_lora(names: Iterable[str]) -> bool:
-    """Whether any of `names` is half of a low-rank pair."""
+    """Whether any of `names` is a part of a LoRA, LoHa or LoKr, besides its alpha and DoRA's magnitude."""
     matches = (_KEY.fullmatch(name) for name in names)
-    return any(match and (match["down"] or match["up"]) for match in matches)
+    return any(match and not (match["alpha"] or match["magnitude"]) for match in matches)
 
 
 def other_adapter(names: Iterable[str]) -> str | None:
-    """Name of an adapter type that is not low-rank, such as LoKr; None without one."""
+    """Name of an adapter type that is not read, such as OFT; None without one."""
     names = list(names)
     return next((title for mark, title in OTHER_ADAPTERS if any(mark in name for name in names)), None)
 
@@ -175,32 +193,61 @@ def _target(stem: str, names: Mapping[str, Target]) -> Target | None:
 
 
 def _entry(group: _Group, target: Target) -> Entry:
-    for part, other in (("down", "up"), ("up", "down")):
-        if part not in group.keys:
-            raise UserError(f"{printable(group.keys[other])} has no counterpart; the file is incomplete, get it again")
-    return Entry(target, **group.keys)
+    got = set(group.keys) - {"alpha", "magnitude"}
+    if strange := got & CONVOLUTION:
+        key = printable(group.keys[min(strange)])
+        raise UserError(f"{key} is of a convolution, but {target.name} is a linear layer; is it for another model?")
+    kind = next((kind for kind, sets in COMPLETE.items() if got in sets), None)
+    if kind is None:
+        shown = printable(group.keys[min(got)])
+        raise UserError(f"{shown} has no counterpart; the file is incomplete, get it again")
+    return Entry(target, kind, tuple(sorted(group.keys.items())))
 
 
 def _check_shapes(entry: Entry, tensors: Mapping[str, TensorInfo]) -> None:
-    down, up, (rows, columns) = tensors[entry.down].shape, tensors[entry.up].shape, entry.target.shape
-    sound = len(down) == len(up) == 2 and down[0] == up[1] > 0
-    if not sound or (up[0], down[1]) != (rows, columns):
-        if OLD_WIDTH in (*down, *up) and OLD_WIDTH not in entry.target.shape:
+    shapes = {part: tensors[key].shape for part, key in entry.parts}
+    rows, columns = entry.target.shape
+    if _shape_of(shapes) != (rows, columns):
+        named = {part: key for part, key in entry.parts if part not in ("alpha", "magnitude")}
+        if any(OLD_WIDTH in shapes[part] for part in named) and OLD_WIDTH not in entry.target.shape:
             raise UserError(f"this is {OLD_MODEL} (width {OLD_WIDTH})")
+        told = " and ".join(f"{printable(key)} {list(shapes[part])}" for part, key in named.items())
+        expected = f"[rank, {columns}] and [{rows}, rank]"
+        if entry.kind != LORA:
+            expected = f"a {entry.kind} of [{rows}, {columns}]"
         raise UserError(
-            f"{printable(entry.down)} {list(down)} and {printable(entry.up)} {list(up)} do not fit the layer "
-            f"{entry.target.name}, expected [rank, {columns}] and [{rows}, rank]; this LoRA is for another model"
+            f"{told} do not fit the layer {entry.target.name}, expected {expected}; this LoRA is for another model"
         )
-    for key in (entry.down, entry.up, entry.magnitude):
-        if key and tensors[key].dtype not in FLOATS:
+    for part, key in entry.parts:
+        if part != "alpha" and tensors[key].dtype not in FLOATS:
             raise UserError(f"{printable(key)} is {tensors[key].dtype}, expected floating-point numbers")
-    if entry.alpha and tensors[entry.alpha].shape not in ((), (1,)):
-        raise UserError(f"{printable(entry.alpha)} has shape {list(tensors[entry.alpha].shape)}, expected one number")
-    if entry.magnitude and tensors[entry.magnitude].shape not in ((rows,), (rows, 1)):
+    if shapes.get("alpha", ()) not in ((), (1,)):
+        raise UserError(f"{printable(entry.key('alpha'))} has shape {list(shapes['alpha'])}, expected one number")
+    if shapes.get("magnitude", (rows,)) not in ((rows,), (rows, 1)):
         raise UserError(
-            f"{printable(entry.magnitude)} has shape {list(tensors[entry.magnitude].shape)}, expected [{rows}, 1]: a "
-            "DoRA scale per output; train it with wd_on_output, or without DoRA"
+            f"{printable(entry.key('magnitude'))} has shape {list(shapes['magnitude'])}, expected [{rows}, 1]: a DoRA "
+            "scale per output; train it with wd_on_output, or without DoRA"
         )
+
+
+def _shape_of(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int] | None:
+    """Shape of the difference that an adapter's parts make; None where they do not fit each other."""
+    if "down" in shapes:
+        return _product(shapes["up"], shapes["down"])
+    if "hw1_a" in shapes:
+        one, two = (_product(shapes[f"h{name}_a"], shapes[f"h{name}_b"]) for name in ("w1", "w2"))
+        return one if one == two else None
+    left, right = (
+        _product(shapes[f"{name}_a"], shapes[f"{name}_b"]) if f"{name}_a" in shapes else shapes[name]
+        for name in ("w1", "w2")
+    )
+    if left is None or right is None or len(left) != 2 or len(right) != 2:
+        return None
+    return left[0] * right[0], left[1] * right[1]
+
+
+def _product(up: tuple[int, ...], down: tuple[int, ...]) -> tuple[int, int] | None:
+    return (up[0], down[1]) if len(up) == len(down) == 2 and up[1] == down[0] > 0 else None
 
 
 def _refuse_old_names(groups: list[_Group]) -> None:

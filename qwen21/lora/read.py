@@ -1,7 +1,6 @@
 """Read and check LoRA files: one adapter per linear layer, whatever style the file is written in.
 
-An adapter adds `scale * up @ down` to a weight [out, in], where scale is alpha / rank, or 1 where the file gives no
-alpha. With a magnitude (DoRA, arXiv 2402.09353) every row of the sum is then scaled to that length.
+The scale of an adapter is alpha / rank, or 1 where the file gives no alpha, or where a LoKr has no rank.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,43 +24,14 @@ from ..config.networks import DiTConfig
 from ..config.validate import flag, printable, short, table
 from ..errors import UserError
 from ..sampling.few_steps import Distilled
+from .adapters import Adapter, Kronecker, Patch
 from .distilled import distilled
-from .names import KINDS, Entry, KeyMap, is_lora, layer_kind, map_keys, other_adapter
+from .names import KINDS, LOHA, LORA, Entry, KeyMap, is_lora, layer_kind, map_keys, other_adapter
 
 METADATA = "lora_adapter_metadata"
 PEFT_CONFIG, PEFT_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 EXPECTED = "expected a LoRA for Qwen-Image 2.1"
 KEPT = (torch.float32, torch.bfloat16, torch.float16)  # dtypes that are not converted
-
-
-@dataclass(frozen=True, eq=False)
-class Adapter:
-    """Patch of one layer: down [rank, in], up [out, rank], a scale, and for DoRA each row's trained length [out]."""
-
-    down: Tensor
-    up: Tensor
-    scale: float
-    magnitude: Tensor | None = None
-
-    @property
-    def rank(self) -> int:
-        return self.down.shape[0]
-
-    def delta(self, device: torch.device | str = "cpu") -> Tensor:
-        """Compute `scale * up @ down` [out, in] in fp32."""
-        return self.scale * (self.up.to(device, torch.float32) @ self.down.to(device, torch.float32))
-
-    def gain(self, whole: Tensor) -> Tensor:
-        """DoRA's factor of each row [out], fp32: its trained length over its length in `whole`, weight + delta."""
-        length = torch.linalg.vector_norm(whole, dim=1)
-        return torch.where(length > 0, self.magnitude.to(whole.device, torch.float32) / length, 1.0)
-
-    def moved(self, weight: Tensor, strength: float) -> Tensor:
-        """Interpolate a weight [out, in] towards the DoRA's by `strength`, in the weight's dtype."""
-        plain = weight.float()
-        whole = plain + self.delta(weight.device)
-        whole *= self.gain(whole)[:, None]
-        return torch.lerp(plain, whole, strength).to(weight.dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +42,7 @@ class Lora:
     """
 
     name: str
-    adapters: Mapping[str, Adapter]
+    adapters: Mapping[str, Patch]
     unmatched: tuple[str, ...]
     digest: str
     distilled: Distilled | None = None  # the schedule of few steps that it was made for, if any
@@ -145,49 +115,17 @@ def read_lora(path: Path | str, config: DiTConfig) -> Lora:
     found = find_lora(path, config)
     checkpoint, keys = found.checkpoint, found.keys
     with errors_naming(checkpoint.path):
-        adapters: dict[str, Adapter] = {}
+        adapters: dict[str, Patch] = {}
         with checkpoint.reader() as reader:
             for entry in keys.entries:
                 adapter = _read(reader, entry, found.scales)
-                parts = (adapter,) if len(entry.target.layers) == 1 else split(adapter)
+                parts = (adapter,) if len(entry.target.layers) == 1 else adapter.halves()
                 adapters |= dict(zip(entry.target.layers, parts, strict=True))
-        if not any(bool(adapter.up.any()) for adapter in adapters.values()):
+        if all(adapter.changes_nothing for adapter in adapters.values()):
             raise UserError("its every lora_B is zero, so it changes nothing; it was saved before any training")
         if not any(adapter.scale for adapter in adapters.values()):
             raise UserError("its every alpha is zero, so it changes nothing; get the file again")
     return Lora(checkpoint.path.name, adapters, keys.unmatched, _digest(adapters), distilled(checkpoint))
-
-
-def split(fused: Adapter) -> tuple[Adapter, Adapter]:
-    """Split the adapter of `gate_up` into those of gate_layer and proj: half the rows of up each, the same down."""
-    rows = fused.up.shape[0] // 2
-    magnitudes = (None, None) if fused.magnitude is None else fused.magnitude.split(rows)
-    gate, proj = (
-        replace(fused, up=up, magnitude=magnitude)
-        for up, magnitude in zip(fused.up.split(rows), magnitudes, strict=True)
-    )
-    return gate, proj
-
-
-def fuse(gate: Adapter, proj: Adapter) -> Adapter:
-    """Fuse the adapters of gate_layer and proj into that of `gate_up` [2 * out, in].
-
-    Where both share their down (as after `split`) the rank stays; else ranks add up, and up is block-diagonal.
-    Unequal scales are multiplied into up, in fp32.
-    """
-    if (gate.magnitude is None) != (proj.magnitude is None):
-        raise UserError("one of gate_layer and proj has a DoRA scale and the other none, so they cannot be fused")
-    magnitude = None if gate.magnitude is None else torch.cat([gate.magnitude, proj.magnitude])
-    scale = gate.scale
-    if gate.scale != proj.scale:
-        gate, proj = (replace(part, up=part.up.float() * part.scale, scale=1.0) for part in (gate, proj))
-        scale = 1.0
-    if gate.down.shape == proj.down.shape and torch.equal(gate.down, proj.down):
-        return Adapter(gate.down, torch.cat([gate.up, proj.up]), scale, magnitude)
-    up = gate.up.new_zeros(len(gate.up) + len(proj.up), gate.rank + proj.rank)
-    up[: len(gate.up), : gate.rank] = gate.up
-    up[len(gate.up) :, gate.rank :] = proj.up
-    return Adapter(torch.cat([gate.down, proj.down]), up, scale, magnitude)
 
 
 def _require_lora(checkpoint: Checkpoint) -> None:
@@ -202,11 +140,25 @@ def _require_lora(checkpoint: Checkpoint) -> None:
     raise UserError(f"this is {identify(checkpoint).title}; {EXPECTED}")
 
 
-def _read(reader: Reader, entry: Entry, scales: HeaderScales) -> Adapter:
-    down, up = _values(reader, entry.down), _values(reader, entry.up)
-    magnitude = None if entry.magnitude is None else _values(reader, entry.magnitude).flatten()
-    alpha = None if entry.alpha is None else float(_values(reader, entry.alpha))
-    return Adapter(down, up, scales.of(entry.target.name, len(down), alpha), magnitude)
+def _read(reader: Reader, entry: Entry, scales: HeaderScales) -> Patch:
+    parts = {part: _values(reader, key) for part, key in entry.parts}
+    alpha, magnitude = parts.pop("alpha", None), parts.pop("magnitude", None)
+    magnitude = None if magnitude is None else magnitude.flatten()
+
+    def scale(rank: int) -> float:
+        return scales.of(entry.target.name, rank, None if alpha is None else float(alpha))
+
+    if entry.kind == LORA:
+        return Adapter(parts["down"], parts["up"], scale(len(parts["down"])), magnitude)
+    if entry.kind == LOHA:
+        pairs = [(parts[f"h{name}_a"], parts[f"h{name}_b"]) for name in ("w1", "w2")]
+        return Adapter.of_hadamard(scale(len(parts["hw1_b"])), magnitude, *pairs)
+    rank = next((len(parts[part]) for part in ("w1_b", "w2_b") if part in parts), None)
+    left, right = (
+        parts[name] if name in parts else parts[f"{name}_a"].float() @ parts[f"{name}_b"].float()
+        for name in ("w1", "w2")
+    )
+    return Kronecker(left, right, 1.0 if rank is None else scale(rank), magnitude)
 
 
 def _values(reader: Reader, key: str) -> Tensor:
@@ -218,10 +170,10 @@ def _values(reader: Reader, key: str) -> Tensor:
     return value
 
 
-def _digest(adapters: Mapping[str, Adapter]) -> str:
+def _digest(adapters: Mapping[str, Patch]) -> str:
     digest = hashlib.sha256()
     for layer, adapter in adapters.items():
-        parts = [part for part in (adapter.down, adapter.up, adapter.magnitude) if part is not None]
+        parts = [*adapter.tensors, *([] if adapter.magnitude is None else [adapter.magnitude])]
         shapes = [list(part.shape) for part in parts]
         digest.update(json.dumps([layer, adapter.scale.hex(), shapes]).encode())
         for part in parts:

@@ -13,7 +13,7 @@ from tests.comfy.run_and_report import SEEDS, edit, run_and_report, run_beside_f
 from tests.comfy.test_other_nodes import require_deep_clone
 from tests.comfy.test_quantized import loader, relative
 from tests.comfy.test_sampling import side
-from tests.support import loras
+from tests.support import loras, lycoris
 from tests.support.tiny_quant import LAYOUTS, pack, write
 
 TOLERANCE = 1e-5  # of the latent's norm
@@ -266,3 +266,17 @@ def test_a_new_prompt_under_a_lora(comfy, files, dense):
     patches = loras.make(24)
     run = comfy.run(graph("fp8", pos=prompt("a blue dog"), lora=ours(files("prompt", patches))))
     assert relative(run.latent, expected(dense["fp8"], run, (patches, 1.0))) < TOLERANCE
+
+
+@pytest.mark.parametrize("form", lycoris.FORMS)
+@pytest.mark.parametrize("weights", ["plain", "int8_convrot"])
+def test_lokr_and_loha_are_as_merged(comfy, dense, form, weights):
+    layer, shape = "transformer_blocks.1.img_mlp.out", (256, 768)
+    parts = lycoris.FORMS[form](*shape)
+    name = f"{form.replace(' ', '_').replace(',', '')}.safetensors"
+    lycoris.write(comfy.models / "loras" / name, {layer: parts}, alpha=1.5)
+    run = comfy.run(graph(weights, lora=ours(name), text=show("lora", 1)))
+    patches = {layer: lycoris.Difference(lycoris.difference(parts, 1.5))}
+    assert relative(run.latent, expected(dense[weights], run, (patches, 1.0))) < TOLERANCE
+    assert relative(run.latent, expected(dense[weights], run, ({}, 1.0))) > 10 * TOLERANCE
+    assert "matched layers: 0 attention, 1 mlp, 0 other" in run.shown("text")

@@ -9,8 +9,9 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from qwen21.errors import UserError
+from qwen21.lora.adapters import Adapter, fuse
 from qwen21.lora.apply import LoraHook, apply_loras
-from qwen21.lora.read import Adapter, fuse, read_lora, split
+from qwen21.lora.read import read_lora
 from tests.support import loras
 
 
@@ -255,7 +256,7 @@ def test_the_digest_names_contents(saved, tmp_path):
 
 def test_split_and_fuse(saved):
     fused = Adapter(torch.randn(3, 8), torch.randn(10, 3), 0.5, torch.randn(10))
-    gate, proj = split(fused)
+    gate, proj = fused.halves()
     assert torch.equal(torch.cat([gate.delta(), proj.delta()]), fused.delta())
     assert torch.equal(torch.cat([gate.magnitude, proj.magnitude]), fused.magnitude)
     back = fuse(gate, proj)

@@ -68,7 +68,7 @@ STEMS = {
 def test_prefixes(stem, layer):
     (entry,) = map_keys(header(pair(stem)), loras.CONFIG).entries
     assert entry.target.layers == (layer,)
-    assert (entry.down, entry.up) == (f"{stem}.lora_A.weight", f"{stem}.lora_B.weight")
+    assert (entry.key("down"), entry.key("up")) == (f"{stem}.lora_A.weight", f"{stem}.lora_B.weight")
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_parts(down, up, magnitude):
     keys = map_keys(header(shapes), loras.CONFIG)
     assert keys.unmatched == ()
     (entry,) = keys.entries
-    found = (entry.down, entry.up, entry.alpha, entry.magnitude)
+    found = (entry.key("down"), entry.key("up"), entry.key("alpha"), entry.key("magnitude"))
     assert found == tuple(f"{stem}.{part}" for part in (down, up, "alpha", magnitude))
 
 
@@ -175,8 +175,9 @@ REFUSED = {
     "a model": ({f"{BLOCK}.weight": (WIDTH, WIDTH)}, "this is a Qwen-Image 2.1 transformer.*expected a LoRA"),
     "an old model": ({"transformer_blocks.0.attn.add_q_proj.weight": (4, 4)}, f"this is the {OLD}.*expected a LoRA"),
     "anything": ({"a": (4, 4)}, "an unknown model.*expected a LoRA"),
-    "lokr": ({"lycoris_transformer_blocks_0_attn_to_q.lokr_w1": (4, 4)}, "a LoKr adapter.*expected a LoRA"),
-    "loha": ({"lycoris_transformer_blocks_0_attn_to_q.hada_w1_a": (4, 4)}, "a LoHa adapter"),
+    "oft": ({"lycoris_transformer_blocks_0_attn_to_q.oft_blocks": (4, 4)}, "an OFT adapter.*expected a LoRA"),
+    "half a lokr": ({"lycoris_transformer_blocks_0_attn_to_q.lokr_w1": (4, 4)}, "no counterpart"),
+    "half a loha": ({"lycoris_transformer_blocks_0_attn_to_q.hada_w1_a": (4, 4)}, "no counterpart"),
 }
 
 
