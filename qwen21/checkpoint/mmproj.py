@@ -41,7 +41,10 @@ def with_vision(encoder: Checkpoint, mmproj: Path | None = None) -> Checkpoint:
 
 def _beside(encoder: Checkpoint) -> Path | None:
     """The first file, by name, in the encoder's folder that is its vision tower."""
-    files = sorted(file for file in encoder.path.parent.iterdir() if _is_named_so(file))
+    try:
+        files = sorted(file for file in encoder.path.parent.iterdir() if _is_named_so(file))
+    except OSError:  # a folder that may be entered and not listed
+        return None
     return next((file for file in files if _fits(file, encoder)), None)
 
 

@@ -145,7 +145,7 @@ BLOCKS: Mapping[str, BlockType] = MappingProxyType(
 
 
 def dequantize(packed: Tensor, kind: str) -> Tensor:
-    """Values [n, values] in fp32 of n blocks of the type `kind`, as bytes [n, size].
+    """Dequantize n blocks of the type `kind`, given as bytes [n, size], to fp32 values [n, values].
 
     The operations and their order are those of `gguf.quants.dequantize`, so the values are bit-equal to its values.
     """
@@ -162,7 +162,7 @@ def dequantize(packed: Tensor, kind: str) -> Tensor:
 
 @dataclass(frozen=True)
 class BlockWeight(PackedWeight):
-    """Blocks of the type `kind`: bytes `data` [rows, bytes of a row]."""
+    """A weight in blocks of the type `kind`: bytes `data` [rows, bytes of a row]."""
 
     data: Tensor
     kind: str
@@ -198,7 +198,7 @@ class BlockWeight(PackedWeight):
 
 @dataclass(frozen=True)
 class BlockFormat(WeightFormat):
-    """Blocks of the type `kind`, as the container's dtype names it."""
+    """A weight in blocks of the type `kind`, such as Q4_K, which the container gives as the tensor's dtype."""
 
     MARKERS: ClassVar[Mapping[str, str]] = MappingProxyType({})  # a GGUF file tells each tensor's type itself
     BLOCKS_ONLY: ClassVar[bool] = True
