@@ -22,7 +22,7 @@ from qwen21.errors import UserError
 from qwen21.memory.estimate import weight_bytes
 from qwen21.ops.quantized import QuantEmbedding, QuantLinear
 from qwen21.pipeline import Pipeline, Request
-from tests.support import tiny
+from tests.support import loras, tiny
 from tests.support.tiny_gguf import BLOCK_TYPES, fitting, write, write_encoder
 from tests.support.tiny_quant import rotated
 
@@ -131,12 +131,24 @@ def test_a_transformer_is_recognised(model, tmp_path, architecture, prefix):
     assert check(part) is None
 
 
+def kind_of(kind):
+    return fitting(kind) if kind in BLOCK_TYPES else (lambda _, tensor: kind if tensor.ndim > 1 else "F32")
+
+
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "split"])
 @pytest.mark.parametrize("kind", ["F16", "BF16", "F32", *BLOCK_TYPES])
+def test_a_transformer_computes_as_its_dense_twin(model, tmp_path, kind, fused):
+    path = tmp_path / "dit.gguf"
+    dense = write(path, dit_tensors(model, fused), "qwen_image21", kind_of(kind))
+    twin = saved(tmp_path / "dense.safetensors", dense)
+    ours, expected = (load(find_dit(file), torch.float32) for file in (path, twin))
+    assert torch.equal(loras.velocity(ours), loras.velocity(expected))
+
+
+@pytest.mark.parametrize(("kind", "fused"), [("Q8_0", True), ("Q4_K", False)])
 def test_a_transformer_paints_as_its_dense_twin(model, singles, tmp_path, kind, fused):
     path = tmp_path / "dit.gguf"
-    kind_of = fitting(kind) if kind in BLOCK_TYPES else (lambda _, tensor: kind if tensor.ndim > 1 else "F32")
-    dense = write(path, dit_tensors(model, fused), "qwen_image21", kind_of)
+    dense = write(path, dit_tensors(model, fused), "qwen_image21", kind_of(kind))
     twin = saved(tmp_path / "dense.safetensors", dense)
     assert torch.equal(paint(model, singles, dit=path), paint(model, singles, dit=twin))
 
@@ -187,8 +199,7 @@ def comfy(dense):
             for name, value in dense.items() if "lm_head" not in name}  # fmt: skip
 
 
-@pytest.mark.parametrize("deepstack", ["deepstack", "deepstast"])
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "F16"])
+@pytest.mark.parametrize(("kind", "deepstack"), [("Q8_0", "deepstack"), ("Q4_0", "deepstast"), ("F16", "deepstack")])
 def test_an_encoder_and_its_vision_tower_edit_as_their_dense_twin(model, singles, tmp_path, kind, deepstack):
     encoder, tower, dense = write_encoder(tmp_path, model.text_encoder.state_dict(), kind, deepstack)
     part = find_encoder(encoder)
