@@ -78,6 +78,11 @@ def ram_gpu(total: int = 2**40, refuses_locks: bool = False) -> Iterator[RamGpu]
     _teach_device()
     gpu = RamGpu(total, refuses_locks)
 
+    class SideStream(Stream):  # a class, because annotations use torch.cuda.Stream
+        def __init__(self, device: torch.device | None = None) -> None:
+            gpu.streams += 1
+            super().__init__(gpu, f"side {gpu.streams}")
+
     def recorded(tensor: torch.Tensor, stream: Stream) -> None:
         gpu.log.append(("records", stream.name))
 
@@ -91,7 +96,7 @@ def ram_gpu(total: int = 2**40, refuses_locks: bool = False) -> Iterator[RamGpu]
         "memory_allocated": lambda device=None: gpu.now,
         "memory_reserved": lambda device=None: gpu.now,
         "empty_cache": lambda: None,
-        "Stream": gpu.new_stream,
+        "Stream": SideStream,
         "stream": gpu.running_on,
         "current_stream": lambda device=None: Stream(gpu, gpu.running),
         "cudart": lambda: cudart,
@@ -147,10 +152,6 @@ class RamGpu(ByteCounter):
     def unlock(self, address: int) -> int:
         self.unlocked.append(address)
         return 0
-
-    def new_stream(self, device: torch.device | None = None) -> Stream:
-        self.streams += 1
-        return Stream(self, f"side {self.streams}")
 
     @contextlib.contextmanager
     def running_on(self, stream: Stream) -> Iterator[None]:
