@@ -118,7 +118,10 @@ def require_falling(values: Sequence[float], what: str) -> None:
 
 
 def sample_sigmas(value: Any) -> tuple[float, ...]:
-    """Turbo's sigmas, checked, from `sample_sigmas` of `model_index.json`: strictly falling, without the final 0."""
+    """Read Turbo's sigmas from `sample_sigmas` in `model_index.json`, and check that they strictly fall.
+
+    The final 0 is not among them.
+    """
     if not isinstance(value, (list, tuple)) or not 1 <= len(value) <= 1000:
         count = f" ({len(value)} values)" if isinstance(value, (list, tuple)) else ""
         raise UserError(f"sample_sigmas is {short(value)}{count}, expected a list of 1 to 1000 numbers")

@@ -112,7 +112,7 @@ def layer_kind(layer: str) -> str:
 
 
 def lora_targets(config: DiTConfig) -> dict[str, Target]:
-    """Every layer that a LoRA can patch, in the order of the model's layers, by its dotted name."""
+    """Map dotted names to the layers that a LoRA can patch, in the order of the model."""
     found: dict[str, Target] = {}
     for name, module in module_of("dit", config).named_modules():
         if isinstance(module, nn.Linear):

@@ -62,7 +62,7 @@ class KitchenKernels(Kernels):
         )
 
     def rotation(self, rope: Tensor) -> Tensor:
-        """`rope` [S, D / 2] as rotation matrices [S, D / 2, 2, 2], as comfy-kitchen takes them."""
+        """Convert the complex numbers `rope` [S, D / 2] to rotation matrices [S, D / 2, 2, 2], which comfy-kitchen takes."""
         if self._rope is None:
             return rope
         cos, sin = rope.real, rope.imag

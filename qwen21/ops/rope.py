@@ -1,4 +1,7 @@
-"""RoPE over three axes, computed from the positions without a table, so that any position is valid."""
+"""RoPE over three axes, computed from the positions without a table, so that any position is valid.
+
+A segment is a stretch of the sequence: a piece of text, or all tokens of one image.
+"""
 
 from __future__ import annotations
 

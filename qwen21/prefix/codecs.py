@@ -1,8 +1,8 @@
 """Codecs of K and V: a KV block is stored unchanged, or packed into 8 bits until attention reads it.
 
-A KV block has n tokens; each layer of it holds keys k with RoPE applied and values v, both [1, H, n, D]. Packing is per
-token and head: 8-bit codes and one fp32 scale, the row's largest magnitude divided by the largest code. Two transforms
-precede the rounding, each used where it was measured to help (tests/bench/codecs.py):
+A KV block covers n tokens; for each layer it stores keys k (after RoPE) and values v, both [1, H, n, D] with H heads of
+size D. Packing is per token and head: 8-bit codes and one fp32 scale, the row's largest magnitude divided by the
+largest code. Two transforms precede the rounding, each used where it was measured to help (tests/bench/codecs.py):
 
 - centring: the mean of each head and channel over the KV block's tokens is subtracted, and added back in decoding, so
   that a channel with a bias, as keys have them, does not set the scale of the others.

@@ -13,7 +13,7 @@ from .kv import KVBlock
 
 
 class LayerReader:
-    """Reads the layers of `kv_blocks`, in order, to the device that computes.
+    """Loads the layers of `kv_blocks`, in order, from where they are stored onto the device that computes.
 
     Where KV blocks are offloaded from a CUDA device, the next layer's packed bytes are copied while the current layer
     is computed. So layers must be read one after another, from the first.

@@ -153,7 +153,7 @@ def _canvas(request: Request, warnings: list[str]) -> Size:
 
 
 def _stretched(request: Request, size: Size) -> list[str]:
-    """Warnings where the init image or its mask is resized to another aspect ratio."""
+    """A warning for each of the init image and its mask whose aspect ratio the resizing changes."""
     start, mask, lines = request.init_image, request.mask, []
     if start is not None and _differ(start.size, size):
         lines.append(f"--init-image is stretched from {_by(start.size)} to {_by(size)}; choose a --size of its shape")

@@ -7,7 +7,7 @@ from tests.comfy.installation import ROOT
 from tests.comfy.server import PACK
 
 BUDGET = 0.05  # seconds of processor time that the pack may add to ComfyUI's start
-ATTEMPTS = 3
+ATTEMPTS = 10  # the best one counts: on a busy machine the same start takes 33 to 63 ms
 # What ComfyUI does at its start, with `transformers` (which it has loaded itself) taken away before the pack comes.
 LOAD = """
 import asyncio, json, sys, time

@@ -145,7 +145,7 @@ BLOCKS: Mapping[str, BlockType] = MappingProxyType(
 
 
 def dequantize(packed: Tensor, kind: str) -> Tensor:
-    """Dequantize n blocks of the type `kind`, given as bytes [n, size], to fp32 values [n, values].
+    """Dequantize n blocks of the GGUF type `kind`, uint8 [n, bytes of a block], to fp32 [n, values of a block].
 
     The operations and their order are those of `gguf.quants.dequantize`, so the values are bit-equal to its values.
     """
@@ -198,7 +198,7 @@ class BlockWeight(PackedWeight):
 
 @dataclass(frozen=True)
 class BlockFormat(WeightFormat):
-    """A weight in blocks of the type `kind`, such as Q4_K, which the container gives as the tensor's dtype."""
+    """A weight in quantized blocks of the GGUF type `kind`, such as Q4_K, spelled as the file spells it."""
 
     MARKERS: ClassVar[Mapping[str, str]] = MappingProxyType({})  # a GGUF file tells each tensor's type itself
     BLOCKS_ONLY: ClassVar[bool] = True
