@@ -62,7 +62,7 @@ class KitchenKernels(Kernels):
         )
 
     def rotation(self, rope: Tensor) -> Tensor:
-        """Convert the complex numbers `rope` [S, D / 2] to rotation matrices [S, D / 2, 2, 2], which comfy-kitchen takes."""
+        """Convert the complex numbers `rope` [S, D / 2] to comfy-kitchen's rotation matrices [S, D / 2, 2, 2]."""
         if self._rope is None:
             return rope
         cos, sin = rope.real, rope.imag

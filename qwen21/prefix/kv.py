@@ -73,7 +73,7 @@ class KVBlock:
 
 
 class Prefix:
-    """The KV blocks, in order, of one prefix: the text and references before the target. A whole batch attends to it."""
+    """The KV blocks, in order, of a prefix: the text and references before the target. A whole batch attends to it."""
 
     def __init__(self, layout: PrefixLayout, kv_blocks: Sequence[KVBlock] = ()) -> None:
         self.layout = layout
